@@ -1,16 +1,16 @@
-//! What the bits of 8-bit numbers stand for, and how numbers are rounded to them.
+//! Encoding and decoding of 8-bit numbers on the CPU: the `e4m3` and `e5m2` floats, and `int8`.
 //!
-//! Rounding is that of `cvt.rn.satfinite`: to nearest, ties to even, and beyond the largest number
-//! to the largest number. Nothing here depends on whether the processor flushes subnormals.
+//! Rounding is that of `cvt.rn.satfinite`: to nearest, ties to even, saturating at the largest
+//! finite number. The results do not depend on whether the processor flushes subnormals.
 
-/// An 8-bit float format: a sign, an exponent, and so many bits of mantissa.
+/// An 8-bit float format: a sign, an exponent, and a number of mantissa bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Float8 {
     mantissa: u32,
     bias: u32,
-    /// The bits of the largest number.
+    /// The bits of the largest finite number.
     largest: u32,
-    /// The bits from which on, the sign aside, there is infinity or NaN.
+    /// The lowest bits, without the sign, that encode infinity or NaN.
     special: u32,
 }
 
@@ -23,7 +23,8 @@ impl Float8 {
     /// 5 exponent bits and 2 of mantissa, the upper half of an f16: 57344 is the largest number.
     pub const E5M2: Float8 = Float8 { mantissa: 2, bias: 15, largest: 0x7B, special: 0x7C };
 
-    /// The nearest number's bits; of what is too large, infinity too, those of the largest.
+    /// Returns the bits of the nearest number. Numbers that are too large, infinity included,
+    /// become the largest finite number.
     ///
     /// ```
     /// use flashcore_ptx::Float8;
@@ -35,13 +36,14 @@ impl Float8 {
     #[inline(always)]
     pub const fn encode(self, value: f32) -> u8 {
         let (sign, magnitude) = (value.to_bits() >> 24 & 0x80, value.to_bits() & 0x7FFF_FFFF);
-        // Bits of magnitudes are in the order of the magnitudes, so a carry into the exponent is
-        // right.
+        // Magnitudes are ordered like their bits, so a carry into the exponent gives the correct
+        // result.
         let dropped = f32::MANTISSA_DIGITS - 1 - self.mantissa;
         let half = (1 << (dropped - 1)) - 1 + (magnitude >> dropped & 1);
         let rebase = (127 - self.bias) << self.mantissa;
         let normal = (magnitude.wrapping_add(half) >> dropped).wrapping_sub(rebase);
-        // Next to this number, an f32 has no bits below the last of a subnormal.
+        // An f32 of this magnitude has no bits below the last bit of a subnormal, so that adding it
+        // rounds.
         let anchor = f32::from_bits((127 + 23 + 1 - self.bias - self.mantissa) << 23);
         let small = f32::from_bits(magnitude) + anchor;
         let subnormal = small.to_bits().wrapping_sub(anchor.to_bits());
@@ -50,7 +52,7 @@ impl Float8 {
         if magnitude > f32::INFINITY.to_bits() { FLOAT8_NAN } else { (sign | bits) as u8 }
     }
 
-    /// The number that bits stand for.
+    /// Returns the number that bits encode.
     #[inline(always)]
     pub const fn decode(self, bits: u8) -> f32 {
         let (sign, magnitude) = ((bits as u32 & 0x80) << 24, bits as u32 & 0x7F);
@@ -65,21 +67,22 @@ impl Float8 {
     }
 }
 
-/// 8-bit integers with a sign. There is no NaN among them, and rounding keeps clear of -128, so that
-/// a negated row has negated numbers.
+/// Signed 8-bit integers. They have no NaN, and rounding never gives -128, so that negating a row
+/// before rounding negates its numbers exactly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Int8;
 
-/// Next to this number, 1.5 * 2^23, an f32 has no bits below 1: a number of up to 2^22 added to it is
-/// rounded to a whole one, ties to even, and its lower bits are that number's.
+/// The number 1.5 * 2^23. An f32 of this magnitude has no bits below 1, so adding a number of up to
+/// 2^22 to it rounds that number to an integer, ties to even, and leaves the integer in the lower
+/// bits.
 pub(crate) const ROUND_TO_INTEGER: f32 = 12_582_912.0;
 
 impl Int8 {
-    /// The largest number that others are rounded to.
+    /// The largest number that rounding gives.
     pub const LARGEST: f32 = 127.0;
 
-    /// The nearest integer's bits, ties to even; of what is beyond 127 or -127, those; of NaN, those
-    /// of 0.
+    /// Returns the bits of the nearest integer, ties to even, saturating at 127 and -127. NaN
+    /// becomes 0.
     ///
     /// ```
     /// use flashcore_ptx::Int8;
@@ -94,7 +97,7 @@ impl Int8 {
         (bounded + ROUND_TO_INTEGER).to_bits() as u8
     }
 
-    /// The number that bits stand for, -128 too.
+    /// Returns the number that bits encode, -128 included.
     #[inline(always)]
     pub const fn decode(self, bits: u8) -> f32 {
         bits as i8 as f32

@@ -13,17 +13,16 @@
 //!   An [`Instruction`] reads and writes registers when it executes, in the
 //!   order of the statements. Nothing is evaluated lazily: a [`Value`] is an
 //!   expression over registers that becomes instructions where it is used.
-//! - **Control flow** is structured: [`StatementKind::If`],
-//!   [`StatementKind::Loop`] with breaks, and [`StatementKind::Role`], which is
-//!   an `if` that whole warps take. Threads that parted meet again behind the
-//!   statement. There are no jumps.
+//! - **Control flow** is structured: [`StatementKind::If`], [`StatementKind::Loop`] with breaks,
+//!   and [`StatementKind::Role`], an `if` that only whole warps take. Threads that diverge
+//!   reconverge after the statement. There are no jumps.
 //! - **Shared memory** is one dynamic allocation, divided into named regions.
 //! - **Asynchrony** is explicit. A tensor-core product ([`Instruction::Wgmma`])
 //!   or a bulk copy ([`Instruction::TensorLoad`]) only begins when it executes;
 //!   its registers or bytes may not be touched until it has been waited for.
 //!   [`InFlight`] and [`Pipeline`] hold the handles until then.
-//! - **Places**: each statement remembers the line of Rust that wrote it, so
-//!   messages point into the kernel's source.
+//! - **Places**: each statement records the line of Rust that wrote it, so messages point into the
+//!   kernel's source.
 //!
 //! # How a kernel reads
 //!
@@ -72,18 +71,18 @@
 //! | how do tiles, swizzles, descriptors, fragments and pipelines work? | `tile/` |
 //! | which instructions are there? | `instruction/mod.rs` |
 //! | what does an instruction read and write? | `instruction/operands.rs` |
-//! | what does it need of the hardware? | `instruction/requirement.rs`, `target.rs` |
+//! | what hardware and PTX version does it need? | `instruction/requirement.rs`, `target.rs` |
 //! | what makes a program valid? | the list that opens `valid/mod.rs` |
 //! | how is it spelled in PTX? | `print/instruction.rs` |
-//! | what do older compilers have to be told? | `print/compiler.rs` |
-//! | what do the bits of 8-bit numbers stand for? | `float8.rs` |
+//! | how is the text adapted to older compilers? | `print/compiler.rs` |
+//! | how are 8-bit numbers encoded? | `float8.rs` |
 //!
 //! # The promise
 //!
-//! What validates, assembles: `tests/assembles.rs` puts every form of every
-//! instruction through two versions of NVIDIA's assembler. And nothing here
-//! panics for a bad configuration: misuse of the vocabulary is remembered and
-//! returned by [`Builder::finish`].
+//! Every program that validates also assembles: `tests/assembles.rs` puts every form of every
+//! instruction through two versions of NVIDIA's assembler. And nothing here panics for a bad
+//! configuration: a misuse of the builder or of the tile types is recorded, and [`Builder::finish`]
+//! returns it.
 
 #![forbid(unsafe_code)]
 

@@ -5,10 +5,10 @@ use std::panic::Location;
 
 use crate::{Instruction, Register, Target, TensorBox, Type, Version};
 
-/// Where in the kernel's Rust source a statement was written.
+/// The place in the kernel's Rust source where a statement was written.
 pub type Place = &'static Location<'static>;
 
-/// 32-bit registers of a multiprocessor, on every architecture so far.
+/// The number of 32-bit registers of a multiprocessor, the same on every supported architecture.
 pub const MULTIPROCESSOR_REGISTERS: u32 = 65536;
 
 /// One kernel, ready to be validated, printed or simulated.
@@ -16,32 +16,33 @@ pub const MULTIPROCESSOR_REGISTERS: u32 = 65536;
 pub struct Program {
     /// The name of the entry point.
     pub name: String,
-    /// The architecture it is for.
+    /// The architecture that the program is compiled for.
     pub target: Target,
-    /// What the launch passes in, in order.
+    /// The kernel parameters, in the order in which the launch passes them.
     pub parameters: Vec<Parameter>,
     /// The type of each [`Register`], by index.
     pub registers: Vec<Type>,
     /// The named parts of dynamic shared memory, in order of their offsets.
     pub shared: Vec<SharedRegion>,
-    /// Threads in a block, all along x.
+    /// The number of threads in a block, all along x.
     pub threads: u32,
-    /// How many blocks should fit on one multiprocessor: an upper bound on registers.
+    /// The number of blocks that must fit on one multiprocessor (`.minnctapersm`), which bounds the
+    /// registers of a thread.
     pub blocks_per_multiprocessor: Option<u32>,
-    /// Blocks in a cluster, all along x; 1 means no cluster.
+    /// The number of blocks in a cluster, all along x; 1 means no cluster.
     pub cluster: u32,
-    /// What a thread executes.
+    /// The statements that every thread executes.
     pub body: Block,
 }
 
 impl Program {
-    /// The dynamic shared memory a launch must ask for.
+    /// Returns the bytes of dynamic shared memory that a launch must request.
     pub fn shared_bytes(&self) -> u32 {
         let end = |region: &SharedRegion| region.offset.saturating_add(region.bytes);
         self.shared.iter().map(end).max().unwrap_or(0)
     }
 
-    /// The lowest version of PTX that knows everything in it.
+    /// Returns the lowest PTX version that has every feature the program uses.
     pub fn version(&self) -> Version {
         let mut version = Version::LOWEST.max(self.target.version());
         if self.cluster > 1 {
@@ -56,8 +57,9 @@ impl Program {
         version
     }
 
-    /// Registers of a thread at entry: what those of the multiprocessor come to
-    /// for the blocks that shall fit on it, in steps of 8 and at most 255.
+    /// Returns the number of registers that each thread has at entry: the multiprocessor's
+    /// registers divided among the threads of all blocks that must fit on it, rounded down to a
+    /// multiple of 8 and at most 255.
     pub fn registers_at_entry(&self) -> u32 {
         let blocks = self.blocks_per_multiprocessor.unwrap_or(1).max(1);
         let threads = self.threads.max(1).saturating_mul(blocks);
@@ -65,13 +67,14 @@ impl Program {
         each.min(255)
     }
 
-    /// The registers of a block, which its roles share out: what its threads have at entry. They come
-    /// in eights, and what the multiprocessor has beyond that is nobody's.
+    /// Returns the number of registers of a block, which its roles redistribute with `setmaxnreg`:
+    /// what its threads have at entry together. Registers are allocated in multiples of 8 per
+    /// thread; what the multiprocessor has beyond that stays unused.
     pub fn block_registers(&self) -> u32 {
         self.registers_at_entry().next_multiple_of(8) * self.threads
     }
 
-    /// The type of a register.
+    /// Returns the type of a register.
     ///
     /// # Panics
     /// If the register is not one of this program's.
@@ -92,7 +95,8 @@ impl Program {
         walk(&self.body, visit);
     }
 
-    /// How many instructions the program has, written out once each.
+    /// Returns the number of instructions in the program text; an instruction inside a loop counts
+    /// once.
     pub fn instruction_count(&self) -> usize {
         let mut count = 0;
         self.visit(&mut |statement| {
@@ -109,45 +113,45 @@ pub struct ParameterId(pub u32);
 /// A kernel parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
-    /// Its name, for people.
+    /// The name that appears in messages and in comments of the printed PTX.
     pub name: String,
-    /// What is passed.
+    /// The kind of argument that the launch passes.
     pub kind: ParameterKind,
 }
 
-/// What is passed in a parameter.
+/// The kind of argument that a kernel parameter takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ParameterKind {
     /// A number: `U32`, `S32`, `U64`, `S64` or `F32`.
     Scalar(Type),
     /// The address of global memory, 64 bits.
     Address,
-    /// A tensor map made with this box, 128 bytes.
+    /// A tensor map (128 bytes) that was encoded with this box.
     TensorMap(TensorBox),
 }
 
 /// A named part of dynamic shared memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedRegion {
-    /// Its name, for people.
+    /// The name that appears in messages and in comments of the printed PTX.
     pub name: String,
-    /// Bytes from the start of dynamic shared memory.
+    /// Offset in bytes from the start of dynamic shared memory.
     pub offset: u32,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u32,
-    /// What its offset is a multiple of.
+    /// Alignment in bytes; the offset is a multiple of it.
     pub alignment: u32,
 }
 
 /// Statements executed one after another.
 pub type Block = Vec<Statement>;
 
-/// A statement and where it was written.
+/// A statement and the place where it was written.
 #[derive(Clone, Debug)]
 pub struct Statement {
-    /// What is executed.
+    /// The instruction or control-flow construct.
     pub kind: StatementKind,
-    /// Where the kernel's source says so.
+    /// The line of the kernel's Rust source that wrote the statement.
     pub place: Place,
 }
 
@@ -157,22 +161,22 @@ pub struct Statement {
 pub enum StatementKind {
     /// One instruction.
     Instruction(Instruction),
-    /// Threads where `condition` is true take one block, the others the
-    /// other; they are together again afterwards.
+    /// Threads where `condition` is true execute `then`, the others `otherwise`; they reconverge
+    /// afterwards.
     If { condition: Register, then: Block, otherwise: Block },
-    /// Repeats `body` until a [`Break`](StatementKind::Break) in it. Threads
-    /// that left wait behind the loop for the others of their warp.
+    /// Repeats `body` until a [`Break`](StatementKind::Break) in it. Threads that left the loop
+    /// wait after it for the other threads of their warp.
     Loop { body: Block },
     /// Leaves the innermost loop where `condition` is true.
     Break { condition: Register },
-    /// Only these warps of the block take `body`; `member` is true in them.
-    /// Says more than `If`: whole warps, known when the kernel is built, so
-    /// register budgets and barrier counts can be checked.
+    /// Only these warps of the block execute `body`; `member` is true exactly in their threads. A
+    /// role carries more information than an `If`: which whole warps take it is known when the
+    /// kernel is built, so register budgets and barrier counts can be checked.
     Role { name: String, warps: Range<u32>, member: Register, body: Block },
 }
 
 impl StatementKind {
-    /// The blocks inside this statement.
+    /// Returns the blocks nested directly inside this statement.
     pub fn blocks(&self) -> impl Iterator<Item = &Block> {
         let (first, second) = match self {
             StatementKind::Instruction(_) | StatementKind::Break { .. } => (None, None),

@@ -1,5 +1,5 @@
-//! Registers: the handle a program's instructions name, the typed handle
-//! that kernels hold, and the operands made of them.
+//! Registers: the untyped handle that instructions hold, the typed handle that kernels hold, and
+//! the operands and addresses built from them.
 
 use std::marker::PhantomData;
 
@@ -14,8 +14,8 @@ pub struct Register(pub u32);
 
 /// A typed register handle.
 ///
-/// Kernels hold these; instructions hold the bare [`Register`]. A handle is a
-/// number, so it is freely copied; it belongs to the builder that made it.
+/// Kernels hold these; instructions hold the untyped [`Register`]. A handle is only a number, so it
+/// is freely copied; it belongs to the builder that made it.
 pub struct Reg<T> {
     pub(crate) register: Register,
     marker: PhantomData<fn() -> T>,
@@ -26,7 +26,7 @@ impl<T: Scalar> Reg<T> {
         Reg { register, marker: PhantomData }
     }
 
-    /// The bare register, to build an [`Instruction`](crate::Instruction) by hand.
+    /// Returns the untyped register, to build an [`Instruction`](crate::Instruction) by hand.
     pub fn register(self) -> Register {
         self.register
     }
@@ -46,28 +46,28 @@ impl<T: Scalar> std::fmt::Debug for Reg<T> {
     }
 }
 
-/// What an instruction reads: a register or a constant.
+/// An operand that an instruction reads: a register or a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operand {
     /// The value of a register.
     Register(Register),
-    /// A constant: its bits, zero-extended, read as the type the instruction
-    /// gives this operand.
+    /// A constant, as its bits zero-extended to 64; the instruction determines the type in which
+    /// they are interpreted.
     Immediate(u64),
 }
 
 impl Operand {
-    /// A 32-bit unsigned constant.
+    /// Creates a 32-bit unsigned constant.
     pub const fn u32(value: u32) -> Self {
         Operand::Immediate(value as u64)
     }
 
-    /// A single-precision constant.
+    /// Creates a single-precision constant.
     pub const fn f32(value: f32) -> Self {
         Operand::Immediate(value.to_bits() as u64)
     }
 
-    /// The register, if it is one.
+    /// Returns the register, or `None` for a constant.
     pub const fn register(self) -> Option<Register> {
         match self {
             Operand::Register(register) => Some(register),
@@ -94,16 +94,16 @@ impl<T> From<Reg<T>> for Register {
     }
 }
 
-/// A place in memory: the address in a register plus a constant displacement.
+/// A memory address: the address in a register plus a constant displacement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Address {
-    /// The register with the address: 32 bits wide in shared memory, 64 elsewhere.
+    /// The register that holds the address: 32 bits wide for shared memory, 64 for global memory.
     pub base: Register,
-    /// Bytes added to it.
+    /// Displacement in bytes.
     pub offset: i32,
 }
 
-/// The memory an address points into.
+/// The state space that an address points into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
     /// The shared memory of the executing block.
@@ -116,7 +116,7 @@ pub enum Space {
 }
 
 impl Space {
-    /// The register type an address of this space has.
+    /// Returns the type of a register that holds an address of this space.
     pub const fn address_type(self) -> Type {
         match self {
             Space::Shared | Space::Cluster => Type::U32,

@@ -1,4 +1,4 @@
-//! Targets: the architecture a program is for, and the features it has there.
+//! Targets: the architecture that a program is compiled for, and the hardware features it offers.
 //!
 //! Kernels ask for features by name ([`Capability`]) and never compare
 //! architecture numbers. The table in [`Capability::available`] is the only
@@ -11,8 +11,8 @@ use std::fmt;
 pub struct Target {
     /// The compute capability as one number: 90 is 9.0.
     pub architecture: u32,
-    /// Whether the program uses features of this very architecture, which no
-    /// other runs (`sm_90a`).
+    /// Whether the program uses features of exactly this architecture, such as `sm_90a`; it then
+    /// runs on no other.
     pub specific: bool,
 }
 
@@ -25,7 +25,7 @@ impl Target {
     pub const SM_86: Target = Target::portable(86);
     /// Ada.
     pub const SM_89: Target = Target::portable(89);
-    /// Hopper, without what is its own.
+    /// Hopper without its architecture-specific features.
     pub const SM_90: Target = Target::portable(90);
     /// Hopper with `wgmma` and `setmaxnreg`.
     pub const SM_90A: Target = Target { architecture: 90, specific: true };
@@ -42,17 +42,17 @@ impl Target {
         Target::SM_120,
     ];
 
-    /// An architecture without its own features.
+    /// Returns an architecture without its architecture-specific features.
     pub const fn portable(architecture: u32) -> Self {
         Target { architecture, specific: false }
     }
 
-    /// Whether the target has a feature.
+    /// Returns whether the target has a feature.
     pub fn has(self, capability: Capability) -> bool {
         capability.available(self)
     }
 
-    /// The most shared memory a block can have, in bytes.
+    /// Returns the largest amount of shared memory that a block can have, in bytes.
     pub const fn shared_memory_limit(self) -> u32 {
         match self.architecture {
             80 | 87 => 163 * 1024,
@@ -62,7 +62,7 @@ impl Target {
         }
     }
 
-    /// The lowest PTX version that knows this target.
+    /// Returns the lowest PTX version that supports this target.
     pub const fn version(self) -> Version {
         match self.architecture {
             0..=75 => Version { major: 6, minor: 3 },
@@ -88,18 +88,18 @@ impl fmt::Display for Target {
 /// A version of the PTX language.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
-    /// Before the point.
+    /// The number before the point.
     pub major: u8,
-    /// After the point.
+    /// The number after the point.
     pub minor: u8,
 }
 
 impl Version {
-    /// The oldest version the printer writes.
+    /// The lowest version that the printer writes.
     pub const LOWEST: Version = Version { major: 6, minor: 3 };
 
-    /// The newest that the compiler of a release of CUDA knows: a toolkit's, or that of the driver
-    /// that supports it.
+    /// Returns the newest PTX version that a release of CUDA accepts: the version of its toolkit's
+    /// assembler and of the compiler in the driver that supports this release.
     ///
     /// ```
     /// use flashcore_ptx::Version;
@@ -109,7 +109,7 @@ impl Version {
     /// assert_eq!(Version::of_cuda(13, 0).to_string(), "9.0");
     /// ```
     pub const fn of_cuda(major: u32, minor: u32) -> Self {
-        // A release of CUDA 12 came without a new PTX: 12.6.
+        // CUDA 12.6 brought no new PTX version: 12.5 and 12.6 both have 8.5.
         let minor = if major == 12 && minor >= 6 { minor - 1 } else { minor };
         Version { major: (major.saturating_sub(4)) as u8, minor: minor as u8 }
     }
@@ -134,7 +134,7 @@ pub enum Capability {
     Mma,
     /// `mma.sync` m16n8k32 on 8-bit floats.
     MmaFp8,
-    /// Two `f32` rounded into one packed register by one instruction.
+    /// Rounding two `f32` into one packed register with one instruction.
     PairConversion,
     /// `bf16` conversion, negation, minimum, maximum and fused multiply-add.
     Bf16,
@@ -144,21 +144,21 @@ pub enum Capability {
     HalfMinMax,
     /// Conversions to and from the 8-bit floats.
     Fp8Conversion,
-    /// Policies for the second-level cache.
+    /// L2 cache policies.
     CachePolicies,
     /// `cp.async`.
     AsyncCopies,
-    /// Memory barriers.
+    /// `mbarrier` objects.
     Mbarrier,
-    /// Memory barriers that count bytes, and waiting on them.
+    /// `mbarrier` objects that count transaction bytes, and blocking waits on them.
     MbarrierTransactions,
-    /// Bulk copies and tensor maps (TMA), and the async proxy's fences.
+    /// Bulk copies and tensor maps (TMA), and fences of the async proxy.
     TensorCopies,
     /// Thread-block clusters and their shared memory.
     Clusters,
     /// `elect.sync`.
     Elect,
-    /// Reductions of several values at once.
+    /// Vector reductions: `red` on several values at once.
     VectorReductions,
     /// Programmatic dependent launch.
     GridDependency,
@@ -194,7 +194,7 @@ impl Capability {
         Capability::RegisterReallocation,
     ];
 
-    /// Whether a target has this feature.
+    /// Returns whether a target has this feature.
     pub fn available(self, target: Target) -> bool {
         use Capability as C;
         let at_least = |architecture| target.architecture >= architecture;
@@ -221,7 +221,7 @@ impl Capability {
         }
     }
 
-    /// The name in messages and tables.
+    /// Returns the name in messages and tables.
     pub const fn name(self) -> &'static str {
         use Capability as C;
         match self {

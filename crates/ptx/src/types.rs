@@ -1,5 +1,5 @@
-//! What registers and tensors hold: register types, tensor elements, and the
-//! marker types that make register handles typed in Rust.
+//! The types that registers and tensors hold: register types, tensor elements, and the marker types
+//! that make register handles typed in Rust.
 
 /// The element of a tensor or of a shared-memory tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,12 +14,12 @@ pub enum Element {
     E4M3,
     /// 8-bit float, 5 exponent bits and 2 of mantissa.
     E5M2,
-    /// 8-bit integer with a sign.
+    /// Signed 8-bit integer.
     Int8,
 }
 
 impl Element {
-    /// The size in bytes.
+    /// Returns the size in bytes.
     pub const fn bytes(self) -> u32 {
         match self {
             Element::F32 => 4,
@@ -28,8 +28,7 @@ impl Element {
         }
     }
 
-    /// The type of the registers that hold elements of a matrix operand: as
-    /// many side by side as 32 bits have room for.
+    /// Returns the type of a register that holds elements of a matrix operand, packed to 32 bits.
     pub const fn packed(self) -> Type {
         match self {
             Element::F32 => Type::F32,
@@ -39,7 +38,7 @@ impl Element {
         }
     }
 
-    /// The name used on command lines and in kernel names.
+    /// Returns the name used on command lines and in kernel names.
     pub const fn name(self) -> &'static str {
         match self {
             Element::F32 => "f32",
@@ -104,7 +103,7 @@ impl Type {
         Type::S64,
     ];
 
-    /// The width in bits; a predicate counts as one.
+    /// Returns the width in bits; a predicate counts as one.
     pub const fn bits(self) -> u32 {
         match self {
             Type::Pred => 1,
@@ -114,22 +113,22 @@ impl Type {
         }
     }
 
-    /// Whether this is an integer type.
+    /// Returns whether this is an integer type.
     pub const fn is_integer(self) -> bool {
         matches!(self, Type::U32 | Type::S32 | Type::U64 | Type::S64)
     }
 
-    /// Whether this is two 16-bit floats side by side.
+    /// Returns whether this is two 16-bit floats side by side.
     pub const fn is_packed_half(self) -> bool {
         matches!(self, Type::F16x2 | Type::BF16x2)
     }
 
-    /// Whether this is two 8-bit floats side by side.
+    /// Returns whether this is two 8-bit floats side by side.
     pub const fn is_packed_fp8(self) -> bool {
         matches!(self, Type::E4M3x2 | Type::E5M2x2)
     }
 
-    /// Whether an instruction may take a constant of this type as an operand.
+    /// Returns whether an instruction may take a constant of this type as an operand.
     pub const fn has_immediates(self) -> bool {
         self.is_integer() || matches!(self, Type::F32)
     }
@@ -141,10 +140,10 @@ pub trait Scalar: Copy + 'static {
     const TYPE: Type;
 }
 
-/// Scalars with addition, subtraction, multiplication and order.
+/// Scalars with addition, subtraction, multiplication, division and an order.
 pub trait Number: Scalar {}
 
-/// Scalars with division, remainder, shifts and bit operations.
+/// Scalars with remainder and shifts as well: the integers.
 pub trait Integer: Number {}
 
 /// Two elements side by side in one 32-bit register.
@@ -153,11 +152,11 @@ pub trait PackedHalf: Scalar {
     const ELEMENT: Element;
 }
 
-/// An address of some memory: only displacement makes sense on it.
+/// A marker for addresses, on which the only arithmetic is adding a displacement.
 pub trait AddressOf: Scalar {
-    /// The memory it points into.
+    /// The state space that the address points into.
     const SPACE: crate::Space;
-    /// The integer that displaces it.
+    /// The integer type of a displacement.
     type Displacement: Integer;
 }
 

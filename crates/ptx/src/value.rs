@@ -1,10 +1,9 @@
 //! Values: expressions over registers and constants.
 //!
-//! Index arithmetic reads badly as one instruction a line, so register handles
-//! have operators: `row * 64 + lane / 4` is a [`Value`], a small tree that the
-//! builder turns into instructions when it is used. Nothing happens before
-//! that; a value used twice is computed twice, so name it with
-//! [`Builder::eval`](crate::Builder::eval) first.
+//! Index arithmetic written as one instruction per line is hard to read, so register handles have
+//! operators: `row * 64 + lane / 4` is a [`Value`], a small expression tree that the builder turns
+//! into instructions where it is used. No instruction is emitted before that, and a value used
+//! twice is computed twice, so name it with [`Builder::eval`](crate::Builder::eval) first.
 
 use std::marker::PhantomData;
 use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Neg, Not, Rem, Shl, Shr, Sub};
@@ -18,12 +17,12 @@ use crate::{
 #[must_use = "a value is only computed where it is used"]
 pub struct Value<T> {
     pub(crate) node: Node,
-    /// How many operators stand one inside the other.
+    /// The nesting depth of operators, bounded by [`DEEPEST`].
     depth: u32,
     marker: PhantomData<fn() -> T>,
 }
 
-/// The deepest expression: the builder calls itself for each operator inside another.
+/// The largest allowed nesting depth: the builder recurses once for each level of operators.
 const DEEPEST: u32 = 256;
 
 /// The expression tree behind a [`Value`].
@@ -34,11 +33,12 @@ pub(crate) enum Node {
     Binary(BinaryOperation, Type, Box<Node>, Box<Node>),
     Compare(Comparison, Type, Box<Node>, Box<Node>),
     Select(Type, Box<Node>, Box<Node>, Box<Node>),
-    /// The same bits under another type.
+    /// The same bits reinterpreted as another type.
     Reinterpret(Type, Box<Node>),
-    /// The same number in another type; the first is the source's.
+    /// A conversion of the number to another type: source type, destination type, operand.
     Convert(Type, Type, Box<Node>),
-    /// What is no expression, and why: a misuse where it is used.
+    /// An invalid expression with the reason, which the builder reports as a misuse where the value
+    /// is used.
     Wrong(String),
 }
 
@@ -59,7 +59,7 @@ impl<T> Value<T> {
         Value { node, depth: 0, marker: PhantomData }
     }
 
-    /// An operator, over operands of at most this depth.
+    /// Creates an operator node whose deepest operand has this depth.
     fn over(depth: u32, node: Node) -> Self {
         if depth == DEEPEST {
             let text = format!("more than {DEEPEST} operators inside one another: eval some");
@@ -120,8 +120,8 @@ impl From<i64> for Value<S64> {
 }
 
 impl From<bool> for Value<Pred> {
-    /// Predicates have no constants: a comparison of constants, which the
-    /// assembler folds.
+    /// Creates a comparison of two constants, which the assembler folds: predicates have no
+    /// immediates.
     fn from(constant: bool) -> Self {
         let comparison = if constant { Comparison::Equal } else { Comparison::NotEqual };
         let zero = || Box::new(Node::Operand(Operand::u32(0)));
@@ -135,7 +135,7 @@ impl From<f32> for Value<F32> {
     }
 }
 
-/// What can be added to a `T` and give a `T`.
+/// Scalars `T` to which something can be added to give a `T`.
 pub trait Displace: Scalar {
     /// The type of the right-hand side.
     type By: Scalar;
@@ -231,7 +231,7 @@ impl<T: Signed> Neg for Reg<T> {
     }
 }
 
-/// The named operations on values; in scope wherever registers are.
+/// The operations on registers and values that have no Rust operator.
 pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
     /// `self == other`.
     fn equals(self, other: impl Into<Value<T>>) -> Value<Pred> {
@@ -275,7 +275,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         compare(Comparison::GreaterOrEqual, self, other)
     }
 
-    /// The smaller of the two.
+    /// Returns the smaller of the two.
     fn minimum(self, other: impl Into<Value<T>>) -> Value<T>
     where
         T: Number,
@@ -283,7 +283,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         binary(BinaryOperation::Minimum, self.into(), other.into())
     }
 
-    /// The larger of the two.
+    /// Returns the larger of the two.
     fn maximum(self, other: impl Into<Value<T>>) -> Value<T>
     where
         T: Number,
@@ -291,13 +291,13 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         binary(BinaryOperation::Maximum, self.into(), other.into())
     }
 
-    /// The same bits read as another type of the same width.
+    /// Reinterprets the bits as another type of the same width.
     fn reinterpret<U: Scalar>(self) -> Value<U> {
         let Value { node, depth, .. } = self.into();
         Value::over(depth, Node::Reinterpret(U::TYPE, Box::new(node)))
     }
 
-    /// The same number in another type, rounded or truncated where it must be.
+    /// Converts the number to another type, rounding or truncating it where necessary.
     fn convert<U: Scalar>(self) -> Value<U> {
         let Value { node, depth, .. } = self.into();
         Value::over(depth, Node::Convert(T::TYPE, U::TYPE, Box::new(node)))
@@ -307,9 +307,9 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
 impl<T: Scalar> Expression<T> for Reg<T> {}
 impl<T: Scalar> Expression<T> for Value<T> {}
 
-/// Choosing between two values by a predicate.
+/// Selection between two values by a predicate.
 pub trait Choose: Into<Value<Pred>> + Sized {
-    /// `a` where the predicate is true, `b` elsewhere.
+    /// Selects `a` where the predicate is true and `b` elsewhere.
     fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
         let (condition, a, b) = (self.into(), a.into(), b.into());
         let depth = condition.depth.max(a.depth).max(b.depth);

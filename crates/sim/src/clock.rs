@@ -1,38 +1,35 @@
-//! Vector clocks: who knows of what.
+//! Vector clocks: which accesses happened before which.
 //!
-//! The idea is that of FastTrack (Flanagan and Freund, PLDI 2009): an access
-//! is an *epoch*, one component's name and clock, and it happened before an
-//! observer if the observer's vector has reached that clock. Components here
-//! are, within a cluster: each warp, the stream of its `cp.async`, the streams
-//! of its bulk stores (reading and writing), each warpgroup's stream of
-//! products, and a slot for each bulk load in flight. Streams complete in
-//! order, so one clock says how far each is.
+//! The algorithm follows FastTrack (Flanagan and Freund, PLDI 2009): an access is an *epoch*, the
+//! name of one component and its clock, and it happened before an observer if the observer's vector
+//! has reached that clock. The components of a cluster are: each warp, the stream of its
+//! `cp.async`s, the streams of its bulk stores (reading and writing), each warpgroup's stream of
+//! products, and a slot for each bulk load in flight. A stream completes in order, so one clock
+//! says how far it has come.
 //!
-//! Threads of a warp share a component. An [`Entry`] tells apart what *all*
-//! lanes did up to some clock and what *some* did up to a later one: an
-//! elected lane that arrives at a barrier speaks for itself, not for lanes
-//! that did not meet it at a `bar.warp.sync`.
+//! The threads of a warp share a component. An [`Entry`] distinguishes what *all* lanes did up to
+//! some clock from what *some* lanes did up to a later one: an elected lane that arrives at a
+//! barrier releases its own accesses, not those of lanes that it did not meet at a `bar.warp.sync`.
 //!
-//! A `cp.async` is a lane's own too: a lane that has waited for its copies knows
-//! of those and of no other lane's, until they meet.
+//! A `cp.async` belongs to its lane, too: a lane that has waited for its copies knows of its own
+//! and of no other lane's, until the lanes synchronise.
 //!
-//! What this may miss: where two different subsets of a warp's lanes acted
-//! alone and both are known, the later clock is taken for the union of both;
-//! and lanes that waited alone in different subsets are taken together. Both
-//! err to the side of silence. Slots of bulk loads are reused only when the
-//! issuer knows that the earlier load is over, which loses nothing.
+//! What this may miss: where two different subsets of a warp's lanes acted alone and both are
+//! known, the later clock is taken for the union of both; and lanes that waited alone in different
+//! subsets are merged. Both can only hide a race, never invent one. Slots of bulk loads are reused
+//! only when the issuer knows that the earlier load is over, which loses nothing.
 
 use std::collections::BTreeMap;
 
-/// All 32 lanes.
+/// The mask of all 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
 
-/// What is known of one component.
+/// What an observer knows of one component.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// Everything up to this clock, by every lane.
+    /// The clock up to which the accesses of every lane are known.
     pub(crate) all: u32,
-    /// Everything up to this clock, by `lanes`.
+    /// The clock up to which the accesses of `lanes` are known.
     some: u32,
     lanes: u32,
 }
@@ -46,7 +43,8 @@ impl Entry {
         }
     }
 
-    /// The same without taking all lanes together: each speaks for itself.
+    /// Creates an entry of `lanes` as individual lanes: even a full mask does not count as all
+    /// lanes having synchronised.
     fn of_each(lanes: u32, clock: u32, synced: u32) -> Self {
         Entry { all: synced, some: clock, lanes }
     }
@@ -67,8 +65,8 @@ impl Entry {
         };
     }
 
-    /// What both know. Of lanes that are known alone it may forget some that are known for longer
-    /// than others.
+    /// Reduces the entry to what both know. Among lanes that are known individually, it may forget
+    /// some that are known up to a later clock than others.
     fn meet(&mut self, other: Entry) {
         let (less, more) = if self.all <= other.all { (*self, other) } else { (other, *self) };
         let known_alone = (less.some.min(more.some), less.lanes & more.lanes);
@@ -80,7 +78,8 @@ impl Entry {
     }
 }
 
-/// What is known of each component of a cluster, and of other clusters'.
+/// What an observer knows of each component of its cluster, and of the components of other
+/// clusters.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock {
     entries: Vec<Entry>,
@@ -126,7 +125,7 @@ impl Clock {
         });
     }
 
-    /// Joins what another cluster's thread knew.
+    /// Joins the knowledge of a thread of another cluster.
     fn join_foreign(&mut self, home: u32, cluster: u32, other: &Clock) {
         for (component, entry) in other.entries.iter().enumerate() {
             if *entry != Entry::default() {
@@ -157,14 +156,15 @@ impl Clock {
     }
 }
 
-/// What is known, and what of it has passed a proxy fence.
+/// The accesses known to an observer, and those of them that a proxy fence has covered.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Knowledge {
-    /// What happened before.
+    /// The accesses that happened before.
     pub(crate) known: Clock,
-    /// What of it the copy engine and the tensor cores may rely on, in shared memory.
+    /// The known accesses to shared memory that the async proxy (the copy engine and the tensor
+    /// cores) may rely on.
     pub(crate) flushed_shared: Clock,
-    /// The same in global memory.
+    /// The known accesses to global memory that the async proxy may rely on.
     pub(crate) flushed_global: Clock,
 }
 
@@ -175,7 +175,7 @@ impl Knowledge {
         self.flushed_global.join(&other.flushed_global);
     }
 
-    /// Leaves what another knows as well.
+    /// Reduces the knowledge to what another has as well.
     pub(crate) fn meet(&mut self, other: &Knowledge) {
         self.known.meet(&other.known);
         self.flushed_shared.meet(&other.flushed_shared);
@@ -189,7 +189,7 @@ impl Knowledge {
     }
 }
 
-/// The memory that a proxy fence is for.
+/// The memory that a proxy fence applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fenced {
     Shared,
@@ -200,16 +200,16 @@ pub(crate) enum Fenced {
 /// The clocks of one warp.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WarpClock {
-    /// Its component.
+    /// The component of the warp.
     pub(crate) component: u32,
-    /// Now.
+    /// The current clock of the warp.
     pub(crate) now: u32,
-    /// What every lane knows.
+    /// The knowledge of every lane.
     pub(crate) all: Knowledge,
-    /// What `lanes` know, at least what all do.
+    /// The knowledge of `lanes`, which includes that of all lanes.
     some: Knowledge,
     lanes: u32,
-    /// How far each lane has waited for its own `cp.async`s.
+    /// The clock up to which each lane has waited for its own `cp.async`s.
     copies: [u32; 32],
 }
 
@@ -218,7 +218,7 @@ impl WarpClock {
         WarpClock { component, now: 1, ..WarpClock::default() }
     }
 
-    /// What one lane, or each of several, knows.
+    /// Returns the knowledge of these lanes.
     pub(crate) fn view(&self, lanes: u32) -> &Knowledge {
         if lanes & !self.lanes == 0 { &self.some } else { &self.all }
     }
@@ -227,8 +227,8 @@ impl WarpClock {
         Entry::of(lanes, self.now, self.all.known.get(self.component).all)
     }
 
-    /// What these lanes hand on, their own accesses so far included; later
-    /// ones are not.
+    /// Returns what these lanes release: their knowledge and their own accesses so far. Later
+    /// accesses are not included.
     pub(crate) fn release(&mut self, lanes: u32) -> Knowledge {
         let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
         let mut released = view.clone();
@@ -238,7 +238,7 @@ impl WarpClock {
         released
     }
 
-    /// What each of these lanes knows as it issues a copy of its own.
+    /// Returns what each of these lanes knows as it issues a copy of its own.
     pub(crate) fn issue(&mut self, lanes: u32) -> Knowledge {
         let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
         let mut known = view.clone();
@@ -248,12 +248,12 @@ impl WarpClock {
         known
     }
 
-    /// How far a lane has waited for its own copies.
+    /// Returns the clock up to which a lane has waited for its own copies.
     pub(crate) fn copies_of(&self, lane: u32) -> u32 {
         self.copies[lane as usize]
     }
 
-    /// These lanes have waited for their own copies, each up to a clock.
+    /// Records that lanes have waited for their own copies, each up to a clock.
     pub(crate) fn wait_for_copies(&mut self, waited: &[(u32, u32)]) {
         for (lane, clock) in waited {
             let mine = &mut self.copies[*lane as usize];
@@ -261,7 +261,7 @@ impl WarpClock {
         }
     }
 
-    /// These lanes learn something.
+    /// Adds to the knowledge of these lanes.
     pub(crate) fn acquire(&mut self, lanes: u32, learn: impl Fn(&mut Knowledge)) {
         if lanes == FULL {
             learn(&mut self.all);
@@ -281,7 +281,7 @@ impl WarpClock {
         self.lanes |= lanes;
     }
 
-    /// All lanes meet: each knows what any knew and did.
+    /// Synchronises all lanes: each then knows what any of them knew and did.
     pub(crate) fn synchronise(&mut self) {
         if self.lanes != 0 {
             self.all = std::mem::take(&mut self.some);
@@ -293,7 +293,7 @@ impl WarpClock {
         self.now += 1;
     }
 
-    /// These lanes execute a proxy fence: what they know is now flushed.
+    /// Executes a proxy fence in these lanes: what they know is now visible to the async proxy.
     pub(crate) fn flush(&mut self, lanes: u32, fenced: Fenced) {
         let (component, own, copies) = (self.component, self.own(lanes), self.copies);
         self.acquire(lanes, |knowledge| {
@@ -311,7 +311,7 @@ impl WarpClock {
     }
 }
 
-/// Adds the copies that each of these lanes of a warp has waited for.
+/// Adds the copies that each of these lanes has waited for.
 fn raise_copies(knowledge: &mut Knowledge, component: u32, copies: &[u32; 32], lanes: u32) {
     let of = |lane: &u32| lanes >> lane & 1 == 1;
     let waited = || (0..32).filter(of).map(|lane| copies[lane as usize]);
@@ -325,7 +325,7 @@ fn raise_copies(knowledge: &mut Knowledge, component: u32, copies: &[u32; 32], l
     knowledge.known.raise(copies_of(component), Entry::of_each(ahead, most, all));
 }
 
-/// The component of a warp's stream of `cp.async`.
+/// Returns the component of the stream of `cp.async`s of the warp with this component.
 pub(crate) fn copies_of(component: u32) -> u32 {
     component + 1
 }

@@ -1,11 +1,10 @@
-//! What asynchronous copies do when their time comes: `cp.async`, bulk and
-//! tensor copies, with fill, swizzle and completion.
+//! The execution of asynchronous copies when the schedule completes them: `cp.async`, bulk and
+//! tensor copies, with zero fill, swizzle and completion. Their issue is in `step/copy.rs`.
 //!
-//! A tensor copy brings a box, dense and fastest dimension first. What lies
-//! outside of the tensor arrives as zeros and is not written back, but counts
-//! as bytes like the rest. In shared memory the swizzle exclusive-ors the bits
-//! of the 16-byte chunk (4 to 6) with address bits 7 to 9, as many as the
-//! swizzle is wide.
+//! A tensor copy moves a box, dense and fastest dimension first. Elements outside of the tensor
+//! arrive as zeros and are not written back, but count towards the bytes of the copy. In shared
+//! memory the swizzle exclusive-ors the bits of the 16-byte chunk (4 to 6) with address bits 7 to
+//! 9, as many of them as the swizzle is wide.
 
 use ptx::{BulkElement, Element, Scope, Swizzle, Type};
 
@@ -21,13 +20,13 @@ use crate::shadow::{Event, Observer, Proxy, Source};
 use crate::step::Target;
 use crate::trace::{Span, Track};
 
-/// A swizzled shared-memory address.
+/// Returns the address with the swizzle applied.
 pub(crate) fn swizzled(address: u32, swizzle: Swizzle) -> u32 {
     address ^ (address >> 3 & swizzle.chunk_mask())
 }
 
 impl<'a> Executor<'_, 'a> {
-    /// Executes an operation, or the first half of one; gives whether it is over.
+    /// Executes an operation, or the first half of a store, and removes it when it is over.
     pub(crate) fn complete(&mut self, id: u64) -> Step<()> {
         let mut operation = self.cluster.operations.remove(&id).expect("scheduled from the map");
         self.world.progress += 1;
@@ -146,7 +145,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// One of the arrivals of an operation, which speaks for the copies of these lanes.
+    /// Makes one arrival of an operation at an mbarrier, which releases the copies of these lanes.
     fn arrive_of_copy(&mut self, operation: &Operation, address: u32, lanes: u32) -> Step<()> {
         let block = operation.block;
         let Some(barrier) = self.cluster.blocks[block].mbarriers.get_mut(&address) else {
@@ -253,7 +252,7 @@ impl<'a> Executor<'_, 'a> {
         self.report_bytes(operation, to, barrier, bytes)
     }
 
-    /// A run of global memory that an operation accesses, checked.
+    /// Locates and checks a contiguous range of global memory that an operation accesses.
     fn global_row(
         &mut self,
         operation: &Operation,
@@ -275,7 +274,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(Some((buffer, offset)))
     }
 
-    /// Writes what arrived into shared memory, chunk by swizzled chunk.
+    /// Writes data that arrived into shared memory, one swizzled chunk at a time.
     fn deliver(
         &mut self,
         operation: &Operation,
@@ -299,8 +298,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// The offset of a chunk; a swizzle may lead out of a box that does not
-    /// fill its pattern.
+    /// Returns the offset of a chunk in shared memory. The swizzle may lead out of a box that does
+    /// not fill its pattern.
     fn swizzled_offset(&self, operation: &Operation, address: u32) -> Step<usize> {
         let (offset, length) = (address - SHARED_BASE, self.world.program.shared_bytes());
         if offset + 16 > length {
@@ -310,7 +309,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(offset as usize)
     }
 
-    /// Reports bytes to a memory barrier.
+    /// Reports the bytes of a load to its mbarrier.
     fn report_bytes(
         &mut self,
         operation: &Operation,
@@ -352,7 +351,7 @@ impl<'a> Executor<'_, 'a> {
         for (index, chunk) in data.chunks_mut(16).enumerate() {
             let address = swizzled(src + 16 * index as u32, swizzle);
             let offset = self.swizzled_offset(operation, address)?;
-            // What lies outside of the tensor goes nowhere: nobody minds what it is.
+            // Bytes outside of the tensor are not stored, so they need not be initialised.
             let used = match &rows {
                 Some(rows) => rows.used(16 * index),
                 None => 0..chunk.len(),
@@ -423,7 +422,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// The rows of a box with this corner.
+    /// Returns the rows of the box with this corner.
     fn rows(&self, map: usize, corner: [i32; 5]) -> Rows {
         let map = self.world.maps[map].as_ref().expect("checked at issue");
         let tensor_box = &map.tensor_box;
@@ -442,7 +441,7 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// The rows of a box: runs along the first dimension.
+/// The rows of a box: contiguous ranges along the first dimension.
 struct Rows {
     base: u64,
     element: Element,
@@ -463,7 +462,7 @@ struct Part {
 }
 
 impl Rows {
-    /// Which of the 16 bytes from a byte of the box on lie inside of the tensor.
+    /// Returns the part of the 16 bytes from a byte of the box on that lies inside of the tensor.
     fn used(&self, byte: usize) -> std::ops::Range<usize> {
         let (row, within) = (byte / self.bytes, byte % self.bytes);
         match self.part(row) {
@@ -504,7 +503,7 @@ impl Rows {
     }
 }
 
-/// Elements added one by one.
+/// Returns the sums of the elements.
 fn add_elements(element: BulkElement, old: &[u8], add: &[u8]) -> Vec<u8> {
     let words = |f: fn(u32, u32) -> u32| {
         let pairs = old.chunks_exact(4).zip(add.chunks_exact(4));

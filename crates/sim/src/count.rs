@@ -1,4 +1,4 @@
-//! What a run executed and moved.
+//! Counts of a run: instructions, bytes, bank conflicts, waits; and budgets on them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,13 +8,13 @@ use ptx::Place;
 /// A number that a run counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Measure {
-    /// Instructions, one for each warp that executed one.
+    /// Instructions executed, counted once per warp.
     WarpInstructions,
-    /// Instructions, one for each active lane.
+    /// Instructions executed, counted once per active lane.
     LaneInstructions,
-    /// Passes over the banks of shared memory beyond the fewest possible.
+    /// Wavefronts (passes over the banks of shared memory) beyond the fewest possible.
     BankConflicts,
-    /// Passes over the banks of shared memory.
+    /// Wavefronts (passes over the banks of shared memory).
     SharedWavefronts,
     /// Bytes that threads read from shared memory.
     SharedBytesRead,
@@ -28,7 +28,7 @@ pub enum Measure {
     GlobalSectors,
     /// Bytes that asynchronous copies read from global memory.
     CopyBytesRead,
-    /// Bytes that asynchronous copies wrote to shared memory, in every block.
+    /// Bytes that asynchronous copies wrote to shared memory, counted in every block.
     CopyBytesDelivered,
     /// Bytes that asynchronous copies wrote to global memory.
     CopyBytesWritten,
@@ -36,13 +36,13 @@ pub enum Measure {
     TensorBytesRead,
     /// Floating-point operations on the tensor cores.
     TensorOperations,
-    /// Exponentials.
+    /// Exponentials, counted once per active lane and packed element.
     Exponentials,
-    /// Atomic operations, one for each active lane.
+    /// Atomic operations, counted once per active lane.
     Atomics,
-    /// Waits at named, cluster and memory barriers, one for each warp.
+    /// Waits at named, cluster and memory barriers, counted once per warp.
     BarrierWaits,
-    /// Waits that did not find what they waited for and had to block.
+    /// Waits whose condition did not hold yet, so that the warp blocked.
     BlockedWaits,
     /// Cycles of the longest warp, in the cost model.
     Cycles,
@@ -72,7 +72,7 @@ impl Measure {
         Measure::Cycles,
     ];
 
-    /// Its name in tables.
+    /// Returns the name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Measure::WarpInstructions => "warp instructions",
@@ -104,20 +104,20 @@ impl fmt::Display for Measure {
     }
 }
 
-/// Bounds on measures.
+/// Upper bounds on measures.
 #[derive(Clone, Debug, Default)]
 pub struct Budget {
     limits: BTreeMap<Measure, u64>,
 }
 
 impl Budget {
-    /// Allows at most `limit` of a measure.
+    /// Adds the bound that a measure is at most `limit`.
     pub fn at_most(mut self, measure: Measure, limit: u64) -> Self {
         self.limits.insert(measure, limit);
         self
     }
 
-    /// The first measure that is over its limit, with what was found and allowed.
+    /// Returns the first measure that exceeds its limit, with its count and its limit.
     pub fn exceeded(&self, counts: &Counts) -> Option<(Measure, u64, u64)> {
         let mut limits = self.limits.iter();
         limits.find_map(|(measure, limit)| {
@@ -127,34 +127,34 @@ impl Budget {
     }
 }
 
-/// The traffic of one instruction that accesses shared memory.
+/// The shared-memory traffic of one instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BankTraffic {
-    /// How often it was executed, by a warp each.
+    /// The number of executions, counted once per warp.
     pub executions: u64,
-    /// Passes over the banks that it took.
+    /// The wavefronts that it took.
     pub wavefronts: u64,
-    /// Passes it would have taken with no two lanes in each other's way.
+    /// The wavefronts that it would have taken without bank conflicts.
     pub ideal: u64,
 }
 
 impl BankTraffic {
-    /// Passes beyond the ideal.
+    /// Returns the wavefronts beyond the ideal.
     pub fn conflicts(&self) -> u64 {
         self.wavefronts - self.ideal
     }
 }
 
-/// What a run executed and moved.
+/// The counts of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
     totals: [u64; Measure::ALL.len()],
-    /// By step of the lowered program.
+    /// The bank traffic by step of the lowered program.
     pub(crate) traffic: BTreeMap<usize, (Option<Place>, BankTraffic)>,
 }
 
 impl Counts {
-    /// The total of a measure.
+    /// Returns the total of a measure.
     pub fn get(&self, measure: Measure) -> u64 {
         self.totals[measure as usize]
     }
@@ -177,7 +177,7 @@ impl Counts {
         self.add(Measure::BankConflicts, wavefronts - ideal);
     }
 
-    /// Each instruction that accessed shared memory, in program order.
+    /// Returns the traffic of each instruction that accessed shared memory, in program order.
     pub fn bank_traffic(&self) -> impl Iterator<Item = (Option<Place>, BankTraffic)> {
         self.traffic.values().copied()
     }
@@ -197,12 +197,12 @@ impl fmt::Display for Counts {
     }
 }
 
-/// Passes over the 32 banks that an access of `bytes` bytes a lane takes, and
-/// the fewest it could.
+/// Returns the number of wavefronts that an access of `bytes` bytes per lane takes, and the fewest
+/// it could take.
 ///
-/// Up to 4 bytes a lane the whole warp goes at once, 8 bytes by half warps, 16
-/// by quarter warps. Within a pass each bank serves one word; lanes that want
-/// the same word share it.
+/// With up to 4 bytes per lane the whole warp is served at once, with 8 bytes half warps, with 16
+/// quarter warps. In a wavefront each bank serves one word; lanes that access the same word share
+/// it.
 pub(crate) fn wavefronts(addresses: &[u32; 32], active: u32, bytes: u32) -> (u64, u64) {
     let lanes_at_once = match bytes {
         0..=4 => 32,
@@ -212,7 +212,7 @@ pub(crate) fn wavefronts(addresses: &[u32; 32], active: u32, bytes: u32) -> (u64
     let words = bytes.div_ceil(4);
     let (mut passes, mut ideal) = (0, 0);
     for group in 0..32 / lanes_at_once {
-        // A group wants at most 32 words.
+        // A group accesses at most 32 words.
         let (mut wanted, mut count) = ([0u32; 32], 0);
         let (mut first, mut words_of) = ([u32::MAX; 32], [0u64; 32]);
         let mut any = false;

@@ -1,4 +1,4 @@
-//! The small float formats, bit for bit, and the approximate functions.
+//! The small float formats, bit for bit, and the approximate functions of the hardware.
 //!
 //! Conversions round to nearest even. The 8-bit formats saturate to their
 //! largest finite value, as `cvt.rn.satfinite` does. The approximate functions
@@ -9,60 +9,60 @@
 use half::{bf16, f16};
 use ptx::{Element, Float8, Int8};
 
-/// The NaN that arithmetic instructions give.
+/// The bits of the NaN that arithmetic instructions return.
 pub const NAN: u32 = 0x7FFF_FFFF;
 
-/// The bits of a result; every NaN is the canonical one.
+/// Returns the bits of a result, with the canonical bits for every NaN.
 #[inline(always)]
 pub fn bits(value: f32) -> u32 {
     if value.is_nan() { NAN } else { value.to_bits() }
 }
 
-/// An `f32` rounded to `f16` bits.
+/// Rounds an `f32` to `f16` bits.
 #[inline]
 pub fn f16_bits(value: f32) -> u16 {
     if value.is_nan() { 0x7FFF } else { f16::from_f32(value).to_bits() }
 }
 
-/// An `f32` rounded to `bf16` bits.
+/// Rounds an `f32` to `bf16` bits.
 #[inline]
 pub fn bf16_bits(value: f32) -> u16 {
     if value.is_nan() { 0x7FFF } else { bf16::from_f32(value).to_bits() }
 }
 
-/// The number `f16` bits stand for.
+/// Returns the number that `f16` bits encode.
 #[inline]
 pub fn from_f16(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32()
 }
 
-/// The number `bf16` bits stand for.
+/// Returns the number that `bf16` bits encode.
 #[inline]
 pub fn from_bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// An `f32` rounded to `e4m3` bits, saturating.
+/// Rounds an `f32` to `e4m3` bits, saturating.
 pub fn e4m3_bits(value: f32) -> u8 {
     Float8::E4M3.encode(value)
 }
 
-/// An `f32` rounded to `e5m2` bits, saturating.
+/// Rounds an `f32` to `e5m2` bits, saturating.
 pub fn e5m2_bits(value: f32) -> u8 {
     Float8::E5M2.encode(value)
 }
 
-/// The number `e4m3` bits stand for.
+/// Returns the number that `e4m3` bits encode.
 pub fn from_e4m3(bits: u8) -> f32 {
     Float8::E4M3.decode(bits)
 }
 
-/// The number `e5m2` bits stand for.
+/// Returns the number that `e5m2` bits encode.
 pub fn from_e5m2(bits: u8) -> f32 {
     Float8::E5M2.decode(bits)
 }
 
-/// Every number of an 8-bit format, by its bits.
+/// Returns every number of an 8-bit format, indexed by its bits.
 pub(crate) fn small_table(element: Element) -> [f32; 256] {
     std::array::from_fn(|bits| match element {
         Element::E4M3 => from_e4m3(bits as u8),
@@ -72,10 +72,10 @@ pub(crate) fn small_table(element: Element) -> [f32; 256] {
     })
 }
 
-/// `a * b + c` rounded once to a 16-bit format.
+/// Computes `a * b + c` rounded once to a 16-bit format.
 ///
-/// The product is exact in `f64`. The sum is rounded to odd, so that rounding
-/// it again to fewer bits is the same as rounding once.
+/// The product is exact in `f64`. The sum is rounded to odd, so that rounding it again to fewer
+/// bits gives the same as rounding once.
 pub(crate) fn fused_half(a: f32, b: f32, c: f32, round: fn(f32) -> u16) -> u16 {
     let product = a as f64 * b as f64;
     let sum = product + c as f64;
@@ -88,7 +88,8 @@ pub(crate) fn fused_half(a: f32, b: f32, c: f32, round: fn(f32) -> u16) -> u16 {
     round(odd_f32(sum))
 }
 
-/// A neighbour of `sum` with an odd last bit, on the side of the exact value.
+/// Returns `sum` rounded to odd: itself if its last bit is odd, else the neighbour on the side of
+/// the exact value.
 fn odd_f64(sum: f64, above: bool) -> f64 {
     let bits = sum.to_bits();
     if bits & 1 == 1 {
@@ -98,7 +99,7 @@ fn odd_f64(sum: f64, above: bool) -> f64 {
     f64::from_bits(if grows { bits + 1 } else { bits - 1 })
 }
 
-/// An `f64` rounded to odd.
+/// Rounds an `f64` to an `f32`, to odd.
 fn odd_f32(value: f64) -> f32 {
     let near = value as f32;
     if near as f64 == value || !near.is_finite() {
@@ -109,11 +110,11 @@ fn odd_f32(value: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// `a * b + c` rounded once, without a call where the machine has no such
-/// instruction.
+/// Computes `a * b + c` rounded once, mostly without a library call on machines without a fused
+/// multiply-add.
 ///
-/// The product is exact in `f64`, and rounding the sum twice only differs from
-/// rounding it once where the first lands on a tie of the second.
+/// The product is exact in `f64`, and rounding the sum twice differs from rounding it once only
+/// where the first rounding lands on a tie of the second.
 #[inline(always)]
 pub fn fused(a: f32, b: f32, c: f32) -> f32 {
     let sum = a as f64 * b as f64 + c as f64;
@@ -121,28 +122,28 @@ pub fn fused(a: f32, b: f32, c: f32) -> f32 {
     if tie || sum.abs() < f32::MIN_POSITIVE as f64 { a.mul_add(b, c) } else { sum as f32 }
 }
 
-/// The smaller; of a number and a NaN the number; -0 is less than +0.
+/// Returns the smaller number; of a number and a NaN the number; -0 is less than +0.
 #[inline(always)]
 pub fn minimum(a: f32, b: f32) -> f32 {
     if a.is_nan() || (b < a) || (a == b && b.is_sign_negative()) { b } else { a }
 }
 
-/// The larger; of a number and a NaN the number; +0 is more than -0.
+/// Returns the larger number; of a number and a NaN the number; +0 is more than -0.
 #[inline(always)]
 pub fn maximum(a: f32, b: f32) -> f32 {
     if a.is_nan() || (b > a) || (a == b && b.is_sign_positive()) { b } else { a }
 }
 
-/// Subnormals as zero of the same sign.
+/// Flushes subnormals to a zero of the same sign.
 #[inline(always)]
 pub fn flush(value: f32) -> f32 {
     if value.is_subnormal() { 0.0f32.copysign(value) } else { value }
 }
 
-/// `2^x`, the same on every machine.
+/// Computes `2^x`, identically on every machine.
 ///
-/// Taylor's series of `2^r` for `|r| <= 1/2` to degree 9 is off by less than
-/// 1e-11, far under an `f32` rounding.
+/// The Taylor series of `2^r` for `|r| <= 1/2` to degree 9 has an error below 1e-11, far less than
+/// an `f32` rounding.
 #[inline]
 pub fn exp2(x: f32) -> f32 {
     if x.is_nan() {
@@ -177,38 +178,38 @@ pub fn exp2(x: f32) -> f32 {
     (sum * scale) as f32
 }
 
-/// `ex2.approx.ftz`.
+/// Computes `ex2.approx.ftz`.
 #[inline]
 pub fn exp2_flushed(x: f32) -> f32 {
     flush(exp2(flush(x)))
 }
 
-/// `lg2.approx.ftz`.
+/// Computes `lg2.approx.ftz`.
 pub fn log2_flushed(x: f32) -> f32 {
     (flush(x) as f64).log2() as f32
 }
 
-/// `rcp.approx.ftz`.
+/// Computes `rcp.approx.ftz`.
 pub fn reciprocal_flushed(x: f32) -> f32 {
     flush(1.0 / flush(x))
 }
 
-/// `rsqrt.approx.ftz`.
+/// Computes `rsqrt.approx.ftz`.
 pub fn reciprocal_sqrt_flushed(x: f32) -> f32 {
     flush((1.0 / (flush(x) as f64).sqrt()) as f32)
 }
 
-/// `sqrt.approx.ftz`.
+/// Computes `sqrt.approx.ftz`.
 pub fn sqrt_flushed(x: f32) -> f32 {
     flush(flush(x).sqrt())
 }
 
-/// `tanh.approx`.
+/// Computes `tanh.approx`.
 pub fn tanh(x: f32) -> f32 {
     (x as f64).tanh() as f32
 }
 
-/// `div.approx.ftz`.
+/// Computes `div.approx.ftz`.
 pub fn divide_flushed(a: f32, b: f32) -> f32 {
     flush(flush(a) / flush(b))
 }

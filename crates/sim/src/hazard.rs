@@ -1,4 +1,4 @@
-//! What can go wrong, by name.
+//! The hazards: kinds of mistakes that a kernel can make, and the reports of them.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ macro_rules! hazards {
             /// Every kind.
             pub const ALL: &[HazardKind] = &[$(HazardKind::$kind,)*];
 
-            /// Its name in messages and tables.
+            /// Returns the name in messages and tables.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(HazardKind::$kind => $name,)*
@@ -31,26 +31,27 @@ macro_rules! hazards {
 hazards! {
     /// An access outside of any buffer, or past the end of shared memory.
     OutOfBounds = "out of bounds",
-    /// An address that is not a multiple of what the access needs.
+    /// An address that is not aligned as the access requires.
     Misaligned = "misaligned address",
-    /// Memory that nobody has written is read.
+    /// Memory is read that nothing has written.
     UninitialisedMemory = "uninitialised memory",
-    /// A register that this lane has not written is read.
+    /// A lane reads a register that it has not written.
     UninitialisedRegister = "uninitialised register",
     /// Two threads of different warps touch the same memory, one writes, and
     /// nothing orders them.
     DataRace = "data race",
-    /// The same between lanes of one warp: lockstep is no order.
+    /// Two lanes of one warp touch the same memory, one writes, and nothing orders them: lockstep
+    /// execution is not an order.
     LaneRace = "race between lanes",
     /// Lanes of one instruction store different values to one place.
     LaneCollision = "lanes store to one place",
-    /// Ordinary accesses and those of the copy engine or the tensor cores
-    /// meet in memory without a proxy fence.
+    /// Ordinary accesses and those of the async proxy (the copy engine and the tensor cores) touch
+    /// the same memory without a proxy fence in between.
     MissingProxyFence = "missing proxy fence",
     /// The destination of an asynchronous copy is touched before its arrival
     /// has been waited for.
     TouchedBeforeArrival = "touched before arrival",
-    /// What an asynchronous copy or product still reads is overwritten.
+    /// Memory that an asynchronous copy or product still reads is overwritten.
     OverwrittenInFlight = "operand overwritten in flight",
     /// An accumulator is touched before its product has been waited for.
     AccumulatorInFlight = "accumulator in flight",
@@ -67,7 +68,7 @@ hazards! {
     BadDescriptor = "bad descriptor",
     /// Memory written in one swizzle is read in another.
     SwizzleMismatch = "swizzle mismatch",
-    /// An instruction for the whole warp is reached by some of its lanes.
+    /// Only some lanes reach an instruction that all lanes of a warp must execute together.
     Divergent = "aligned instruction reached divergently",
     /// A role's warps are not the ones its predicate selects.
     RoleMismatch = "role predicate and warps differ",
@@ -75,25 +76,25 @@ hazards! {
     BarrierCount = "named barrier count",
     /// The cluster's barrier is waited for before arriving, or arrived at twice.
     ClusterBarrierOrder = "cluster barrier order",
-    /// Memory that is no memory barrier is used as one.
+    /// Memory that is not an initialised mbarrier is used as one.
     MbarrierUninitialised = "mbarrier not initialised",
-    /// A memory barrier is initialised again while it is one.
+    /// An mbarrier is initialised again while it is in use as one.
     MbarrierReinitialised = "mbarrier initialised twice",
-    /// A memory barrier is used where its initialisation is not yet visible.
+    /// An mbarrier is used where its initialisation is not yet visible.
     MbarrierInitNotVisible = "mbarrier initialisation not visible",
     /// More arrivals than the phase has pending.
     MbarrierOverArrived = "too many arrivals",
-    /// A phase ends before anyone has waited for the one before it.
+    /// A phase ends before any thread has waited for the previous one.
     MbarrierOverrun = "phase overrun",
     /// A block ends in the middle of a phase.
     MbarrierUnfinished = "phase left unfinished",
     /// Bytes expected and bytes copied in a phase differ.
     TransactionCount = "transaction count",
-    /// The bytes of a memory barrier are accessed as data.
+    /// The bytes of an mbarrier are accessed as data.
     MbarrierTouched = "mbarrier memory touched",
-    /// Nobody can go on.
+    /// No warp, copy or product can make progress.
     Deadlock = "deadlock",
-    /// A register budget that cannot be had, or changed the wrong way.
+    /// A register budget that cannot be satisfied, or that changes in the wrong direction.
     RegisterBudget = "register budget",
     /// More shared memory than the target has.
     SharedMemoryLimit = "shared memory limit",
@@ -101,7 +102,7 @@ hazards! {
     ExitedBlock = "block has exited",
     /// A copy is still in flight when its block ends.
     CopyInFlightAtExit = "copy in flight at exit",
-    /// A copy is given something that is not a fitting tensor map.
+    /// A copy is given an address that is not a matching tensor map.
     TensorMapMismatch = "tensor map mismatch",
     /// A rank or mask names a block that the cluster does not have.
     ClusterRank = "no such block in the cluster",
@@ -121,14 +122,14 @@ impl fmt::Display for HazardKind {
     }
 }
 
-/// Who did something.
+/// The thread or warp that made an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Actor {
     /// The block's index in the grid.
     pub block: u32,
     /// The warp's index in the block.
     pub warp: u32,
-    /// The lane, where one can be named.
+    /// The lane in the warp, if a single one can be named.
     pub lane: Option<u32>,
 }
 
@@ -144,28 +145,28 @@ impl fmt::Display for Actor {
 
 /// A mistake that a run found.
 ///
-/// Its text names the kind, what happened, both places in the kernel's source
-/// where there are two, and how to see the same run again.
+/// Its text names the kind, what happened, both places in the kernel's source where two are
+/// involved, and how to replay the run.
 #[derive(Clone, Debug)]
 pub struct Hazard {
-    /// What kind of mistake it is.
+    /// The kind of mistake.
     pub kind: HazardKind,
-    /// What happened.
+    /// A description of what happened.
     pub message: String,
-    /// Where the run noticed it.
+    /// The place of the statement that detected it.
     pub place: Option<Place>,
-    /// The other place that has part in it.
+    /// The place of the other statement involved.
     pub other: Option<Place>,
-    /// Who was executing.
+    /// The thread or warp that was executing.
     pub actor: Option<Actor>,
     /// The policy of the run.
     pub policy: Policy,
-    /// The seed that replays it.
+    /// The seed of the run.
     pub seed: u64,
 }
 
 impl Hazard {
-    /// What happened and where, without how to see it again.
+    /// Returns the text without the line that says how to replay the run.
     pub fn describe(&self) -> String {
         let mut text = format!("hazard: {}\n", self.kind);
         text += &format!("  {}", self.message.replace('\n', "\n  "));

@@ -1,4 +1,4 @@
-//! What a run is given and what it gives back.
+//! The inputs and the result of a simulated launch.
 
 use std::fmt;
 
@@ -11,13 +11,13 @@ use crate::{Budget, BufferId, Counts, Hazard, Trace};
 pub struct Launch<'a> {
     /// The kernel.
     pub program: &'a Program,
-    /// Blocks in the grid, along x; a multiple of the cluster's size.
+    /// The number of blocks in the grid, along x; a multiple of the cluster size.
     pub grid: u32,
-    /// One for each parameter of the program.
+    /// The arguments, one for each parameter of the program.
     pub arguments: Vec<Argument>,
 }
 
-/// What is passed for a parameter.
+/// An argument for a kernel parameter.
 #[derive(Clone, Debug)]
 pub enum Argument {
     /// An unsigned 32-bit integer.
@@ -41,28 +41,28 @@ pub enum Argument {
 pub struct TensorMapArgument {
     /// The buffer that holds the tensor.
     pub buffer: BufferId,
-    /// Where in it the tensor starts, in bytes.
+    /// The offset of the tensor in the buffer, in bytes.
     pub offset: u64,
-    /// The extents in elements, fastest-moving first.
+    /// The extent of each dimension in elements, fastest-moving first.
     pub dimensions: Vec<u64>,
-    /// Bytes between neighbours in each dimension but the first.
+    /// The stride in bytes of each dimension but the first.
     pub strides: Vec<u64>,
-    /// The box of one copy; must be the one the kernel was built for.
+    /// The box of one copy; it must be the one the kernel was built for.
     pub tensor_box: TensorBox,
 }
 
-/// In which order things happen that have no order of their own.
+/// The scheduling policy: the order of events that the program leaves unordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Policy {
-    /// Copies and products complete the moment they are issued; warps take turns.
+    /// Copies and products complete the moment they are issued; warps take short turns.
     Earliest,
-    /// Copies and products complete when nothing else can go on, the newest
-    /// copies first; a warp runs until it must wait.
+    /// Copies and products complete when nothing else can run, the newest copies first; a warp runs
+    /// until it must wait.
     Latest,
-    /// Everything is interleaved at random. Every fourth seed, from 3 on, leaves one warp behind: it
-    /// goes on when nothing else can.
+    /// Everything is interleaved at random. Every fourth seed, from 3 on, starves one warp, which
+    /// runs only when nothing else can or after many turns of the others.
     Random,
-    /// By a simple model of what things cost: for timelines.
+    /// Events follow a simple cost model: for timelines.
     Modelled,
 }
 
@@ -82,46 +82,47 @@ impl fmt::Display for Policy {
     }
 }
 
-/// How much is watched.
+/// The amount of checking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// The numbers, deadlocks, bounds, alignment, divergence and barrier counts.
+    /// Checks deadlocks, bounds, alignment, divergence and barrier counts besides computing the
+    /// numbers.
     Values,
-    /// Also happens-before, proxies, and what is initialised: everything in
+    /// Also checks happens-before, proxies and initialisation: everything in
     /// [`HazardKind`](crate::HazardKind).
     Checked,
 }
 
-/// How `wgmma` adds products of 8-bit numbers.
+/// The accumulation of 8-bit products in `wgmma`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum EightBitSums {
-    /// Like those of 16 bits: exact products, sums in `f32`.
+    /// As for 16-bit elements: exact products, summed in `f32`.
     #[default]
     Exact,
     /// As on Hopper: the 32 products of an instruction and the accumulator are aligned to the
-    /// largest exponent among them, each loses what lies more than 13 bits below it, and so does
-    /// their sum. See [`narrow_sum`](crate::narrow_sum) for where that is from.
+    /// largest exponent among them; each loses the bits more than 13 below it, and so does their
+    /// sum. The sources are cited at [`narrow_sum`](crate::narrow_sum).
     Narrow,
 }
 
-/// How a launch is run.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The order of things.
+    /// The scheduling policy.
     pub policy: Policy,
-    /// Chooses among the orders that the policy allows.
+    /// The seed, which selects one of the schedules that the policy allows.
     pub seed: u64,
-    /// How much is watched.
+    /// The amount of checking.
     pub mode: Mode,
-    /// How many clusters run at once; the others follow as these end.
+    /// The number of clusters that run at once; the others follow as these end.
     pub resident: u32,
-    /// The most steps (instructions and branches of a warp) a run may take.
+    /// The largest number of steps (instructions and branches of a warp) that a run may take.
     pub step_limit: u64,
-    /// Bounds on what the run may cost.
+    /// Bounds on the counts of the run.
     pub budget: Budget,
     /// Whether to record a timeline.
     pub trace: bool,
-    /// How the tensor cores add products of 8-bit numbers.
+    /// The accumulation of 8-bit products on the tensor cores.
     pub eight_bit_sums: EightBitSums,
 }
 
@@ -141,51 +142,51 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Values only, under a policy and a seed.
+    /// Returns options that compute values only, under a policy and a seed.
     pub fn values(policy: Policy, seed: u64) -> Self {
         Options { policy, seed, mode: Mode::Values, ..Options::default() }
     }
 
-    /// Everything checked, under a policy and a seed.
+    /// Returns options that check everything, under a policy and a seed.
     pub fn checked(policy: Policy, seed: u64) -> Self {
         Options { policy, seed, mode: Mode::Checked, ..Options::default() }
     }
 }
 
-/// What a run that found nothing wrong tells.
+/// The result of a run without a hazard.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// What was executed and moved.
+    /// The counts of executed instructions and moved bytes.
     pub counts: Counts,
-    /// The timeline, if it was asked for.
+    /// The timeline, if it was requested.
     pub trace: Option<Trace>,
-    /// Of each instruction, in the order of the program, whether any warp came to it.
+    /// Whether any warp reached each instruction, in program order.
     pub reached: Vec<bool>,
 }
 
-/// Why a run gave no report.
+/// The reason why a run gave no report.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The launch itself cannot be made.
+    /// The launch is invalid.
     #[error("launch: {0}")]
     Launch(String),
     /// The kernel made a mistake.
     #[error("{0}")]
     Hazard(Box<Hazard>),
-    /// The kernel did more of something than it was allowed.
+    /// A count exceeded its budget.
     #[error("over budget: {measure} is {found}, at most {limit} allowed")]
     OverBudget {
-        /// What was counted.
+        /// The measure that was counted.
         measure: crate::Measure,
-        /// What it came to.
+        /// The count of the run.
         found: u64,
-        /// What it may come to.
+        /// The largest count allowed.
         limit: u64,
     },
 }
 
 impl Failure {
-    /// The hazard, if it is one.
+    /// Returns the hazard, if the failure is one.
     pub fn hazard(&self) -> Option<&Hazard> {
         match self {
             Failure::Hazard(hazard) => Some(hazard),

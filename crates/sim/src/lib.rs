@@ -1,11 +1,10 @@
-//! Runs a kernel on the CPU, instruction by instruction, and finds what would
-//! go wrong.
+//! Simulates a kernel on the CPU, instruction by instruction, and reports what would go wrong on a
+//! GPU.
 //!
-//! [`run`] takes the same [`Program`](ptx::Program) that the printer turns into
-//! PTX. It gives the numbers a GPU would give, under a schedule chosen by a
-//! [`Policy`] and a seed, and stops at the first [`Hazard`]: a mistake with a
-//! name, told with both places in the kernel's source and the seed that
-//! replays it.
+//! [`run`] takes the same [`Program`](ptx::Program) that the printer turns into PTX. It computes
+//! the numbers a GPU would compute, under a schedule chosen by a [`Policy`] and a seed, and stops
+//! at the first [`Hazard`]: a named kind of mistake, reported with both places in the kernel's
+//! source and the seed that replays it.
 //!
 //! ```
 //! use flashcore_sim::ptx::{Builder, Expression, F32, GlobalAddress, Target, U64};
@@ -30,31 +29,27 @@
 //!
 //! # Time is hostile
 //!
-//! Nothing in a GPU happens at a promised time. Here neither: a warp runs for
-//! as long as the policy likes; a copy, a product or a store happens at any
-//! moment between its issue and the wait that needs it. [`Policy::Earliest`]
-//! does it at once, [`Policy::Latest`] when nothing else is left to do,
-//! [`Policy::Random`] whenever the seed says. So that what must be waited for
-//! and is not shows in the numbers already. [`Policy::Modelled`] is the kind
-//! one: it follows a simple model of costs and is there for timelines.
+//! A GPU does not promise when anything happens, and neither does the simulator: a warp runs for as
+//! long as the policy likes; a copy, a product or a store completes at any moment between its issue
+//! and the wait that needs it. [`Policy::Earliest`] completes it at once, [`Policy::Latest`] when
+//! nothing else can run, [`Policy::Random`] whenever the seed says. A missing wait therefore
+//! already shows in the numbers. [`Policy::Modelled`] is the benign policy: it follows a simple
+//! cost model and is meant for timelines.
 //!
 //! # What is modelled
 //!
-//! - *Warps* of 32 lanes in lockstep, with a mask and a stack of branches and
-//!   loops. Which side of a branch goes first is the policy's choice.
-//! - *Memory*: global buffers with nothing between them, shared memory filled
-//!   with NaN, and, in [`Mode::Checked`], a shadow of every two bytes: who
-//!   wrote them, who read them since, through which proxy, in which swizzle.
-//! - *Copies* ([`cp.async`, bulk and tensor copies](ptx::Instruction::TensorLoad))
-//!   with zero fill, swizzle and multicast, as actors of their own that report
-//!   to memory barriers or belong to groups. A store reads its source at one
-//!   time and writes at another.
-//! - *Products*: `mma.sync` at once; `wgmma` when all four warps have issued it
-//!   and the schedule says so, finding its operands from the bits of the
-//!   [`Descriptor`] alone.
-//! - *Order*: vector clocks over warps, copies and products, after FastTrack;
-//!   releases, acquires and fences with their scopes; the async proxy and its
-//!   fences; barriers of every kind.
+//! - *Warps* of 32 lanes in lockstep, with an active mask and a stack of branches and loops. The
+//!   policy chooses which side of a branch runs first.
+//! - *Memory*: global buffers separated by unmapped addresses, shared memory initially filled with
+//!   NaN, and, in [`Mode::Checked`], a shadow of every two bytes: who wrote them, who read them
+//!   since, through which proxy, in which swizzle.
+//! - *Copies* ([`cp.async`, bulk and tensor copies](ptx::Instruction::TensorLoad)) with zero fill,
+//!   swizzle and multicast, as actors of their own that report to mbarriers or belong to groups. A
+//!   store reads its source at one time and writes at another.
+//! - *Products*: `mma.sync` executes at once; `wgmma` executes when all four warps have issued it
+//!   and the schedule chooses it. It finds its operands from the bits of the [`Descriptor`] alone.
+//! - *Order*: vector clocks over warps, copies and products, after FastTrack; releases, acquires
+//!   and fences with their scopes; the async proxy and its fences; barriers of every kind.
 //! - *Counts* of instructions, bytes, bank conflicts and waits, which a
 //!   [`Budget`] can bound, and a [`Trace`] for Perfetto.
 //!
@@ -62,14 +57,14 @@
 //!
 //! | file | subject |
 //! | --- | --- |
-//! | `lower` | from the tree of statements to flat code |
+//! | `lower` | lowering of the statement tree to flat code |
 //! | `machine`, `warp` | the state of a run |
-//! | `schedule` | who goes next, and what is said of a deadlock |
+//! | `schedule` | the scheduler, and the explanation of deadlocks |
 //! | `step` | the meaning of each instruction, a file for each family |
-//! | `copy`, `tensor` | what copies and products do when their time comes |
-//! | `clock`, `shadow` | what happened before what |
+//! | `copy`, `tensor` | the execution of copies and products |
+//! | `clock`, `shadow` | happens-before, and the access history of memory |
 //! | `float` | the small float formats |
-//! | [`mutate`] | programs with one statement missing, to test the tests |
+//! | [`mutate`] | programs with one statement removed, to test the tests |
 //!
 //! # What the model cannot see
 //!
@@ -80,27 +75,26 @@
 //! - *Weak memory.* A load gives the last value written in the schedule. A race
 //!   is found by its missing order, not by a stale value; with relaxed accesses
 //!   alone, stale values that hardware may give are never seen.
-//! - *Some lane subsets.* Where several subsets of a warp acted alone, they are
-//!   taken together (see `clock`): a race between them may be missed. Groups of
-//!   bulk stores are told apart by warp, not by lane.
-//! - *Proxy fences in the wrong thread.* A fence anywhere on the path from the
-//!   write to the copy is accepted, in the writing thread or later, as the PTX
-//!   memory model has it. That a generic read must be fenced before the copy
-//!   engine overwrites it is taken to be a rule.
+//! - *Some lane subsets.* Where several subsets of a warp acted alone, they are merged (see
+//!   `clock`), and a race between them may be missed. Groups of bulk stores are tracked per warp,
+//!   not per lane.
+//! - *Proxy fences in the wrong thread.* A fence anywhere on the path from the write to the copy is
+//!   accepted, in the writing thread or later, as in the PTX memory model. The simulator also
+//!   requires a fence between a generic read and the copy that overwrites what was read.
 //! - *A product's end is one event* for all four warps of its warpgroup.
-//! - *Parity.* That a waiter is two phases behind its barrier is seen by what
-//!   it leads to (a race, a deadlock), not by itself.
-//! - *Other blocks.* [`Options::resident`] clusters run at once, the others
-//!   after them: a kernel whose blocks wait for later ones does not end.
-//! - *Registers in the hardware's sense*: spills, bank conflicts of registers
-//!   and what the assembler makes of the program.
+//! - *Parity.* A waiter that is two phases behind its barrier is detected by its consequences (a
+//!   race, a deadlock), not directly.
+//! - *Other blocks.* [`Options::resident`] clusters run at once, the others after them: a kernel
+//!   whose blocks wait for later ones does not finish.
+//! - *Physical registers*: spills, register bank conflicts, and what the assembler makes of the
+//!   program.
 //! - *The last bits* of `wgmma`, `mma.sync` and the approximate functions: they
 //!   are within the documented error (about 1e-6 for sums), not bit for bit.
-//! - *Caches*: hints and policies change nothing, `griddepcontrol` is already
-//!   over, timers count the cycles of the cost model.
+//! - *Caches*: hints and policies have no effect, `griddepcontrol` returns at once, and timers
+//!   count the cycles of the cost model.
 //!
-//! No alarm is meant to be false: a kernel that makes one and is right shows a
-//! mistake here.
+//! There should be no false alarms: a correct kernel that raises one has found a bug in the
+//! simulator.
 
 #![forbid(unsafe_code)]
 
@@ -122,7 +116,7 @@ mod tensor;
 mod trace;
 mod warp;
 
-/// The language that programs are written in.
+/// The kernel language in which programs are written.
 pub use ptx;
 
 pub use count::{BankTraffic, Budget, Counts, Measure};

@@ -1,8 +1,8 @@
-//! From the tree of statements to flat code with jump targets.
+//! Lowering: from the tree of statements to flat code with jump targets.
 //!
-//! Done once a launch. Instructions stay what they are (the step functions
-//! match on them); control flow becomes a few marks that the warp's stack of
-//! frames interprets, and registers get slots in the files of their width.
+//! Done once per launch. Instructions stay as they are (the step functions match on them); control
+//! flow becomes a few markers that the warp's stack of frames interprets, and registers get slots
+//! in the register file of their width.
 
 use ptx::{Access, Instruction, Operand, Place, Program, Register, StatementKind, Type};
 
@@ -11,9 +11,9 @@ use ptx::{Access, Instruction, Operand, Place, Program, Register, StatementKind,
 pub(crate) enum Step {
     /// An instruction.
     Execute(Instruction),
-    /// Splits the active lanes; `otherwise` is where the second side begins.
+    /// Splits the active lanes; the second side of the branch begins at `otherwise`.
     Branch { condition: u32, otherwise: usize, end: usize },
-    /// The same for a role, with the warps it promises.
+    /// Enters a role; `first..last` are the warps it is declared for.
     Role { member: u32, first: u32, last: u32, end: usize },
     /// The end of one side of a branch.
     SideEnd,
@@ -21,18 +21,18 @@ pub(crate) enum Step {
     LoopBegin { end: usize },
     /// The end of a loop's body.
     LoopEnd { begin: usize },
-    /// Lanes leave the innermost loop.
+    /// The lanes where the condition holds leave the innermost loop.
     Break { condition: u32 },
     /// The end of the program.
     Exit,
 }
 
-/// The registers an instruction touches, for the checks on registers.
+/// The registers that an instruction accesses when it executes, for the register checks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Touches {
-    /// Read when it executes.
+    /// The registers it reads.
     pub(crate) reads: Box<[Register]>,
-    /// Written when it executes.
+    /// The registers it writes.
     pub(crate) writes: Box<[Register]>,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Code {
     pub(crate) steps: Vec<Step>,
     pub(crate) places: Vec<Option<Place>>,
     pub(crate) touches: Vec<Touches>,
-    /// By register: its type and its slot in the file of its width.
+    /// The type of each register and its slot in the register file of its width.
     pub(crate) slots: Vec<(Type, u32)>,
     pub(crate) words: usize,
     pub(crate) wides: usize,
@@ -84,7 +84,7 @@ impl Code {
         self.steps.len() - 1
     }
 
-    /// The steps that are instructions.
+    /// Returns the indices of the steps that are instructions.
     pub(crate) fn instructions(&self) -> impl Iterator<Item = usize> {
         let steps = self.steps.iter().enumerate();
         steps.filter(|(_, step)| matches!(step, Step::Execute(_))).map(|(index, _)| index)

@@ -1,4 +1,5 @@
-//! The state of a run: the world all blocks share, and each cluster in it.
+//! The state of a run: the [`World`] that all blocks share, and each resident [`Cluster`] with its
+//! blocks, warps, barriers and asynchronous operations.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -12,17 +13,17 @@ use crate::shadow::{Cells, Event, Proxy, Shadow, Source};
 use crate::warp::Warp;
 use crate::{Counts, Launch, Mode, Options, TensorMapArgument, Trace};
 
-/// Where dynamic shared memory starts: Hopper keeps the first KiB for itself.
+/// The address at which dynamic shared memory starts: Hopper reserves the first KiB.
 pub(crate) const SHARED_BASE: u32 = 1024;
-/// The size of each block's window in the addresses of a cluster.
+/// The size of each block's window in the shared-memory addresses of a cluster.
 pub(crate) const CLUSTER_WINDOW: u32 = 1 << 24;
-/// Where the addresses of tensor maps start.
+/// The first address of tensor maps, which are 128 bytes apart.
 pub(crate) const TENSOR_MAPS: u64 = 1 << 62;
 
-/// A boxed hazard is the error of everything that executes.
+/// The result of everything that executes; its error is a boxed hazard.
 pub(crate) type Step<T> = Result<T, Box<Hazard>>;
 
-/// What all blocks share.
+/// The state that all blocks share.
 pub(crate) struct World<'a> {
     pub(crate) program: &'a Program,
     pub(crate) code: &'a Code,
@@ -34,21 +35,22 @@ pub(crate) struct World<'a> {
     pub(crate) maps: Vec<Option<TensorMapArgument>>,
     pub(crate) random: Random,
     pub(crate) counts: Counts,
-    /// Steps of all warps so far, control flow included.
+    /// The number of steps of all warps so far, control flow included.
     pub(crate) steps: u64,
-    /// Grows whenever something happens that a poll might see.
+    /// A counter that grows whenever something happens that a polling warp might observe.
     pub(crate) progress: u64,
     pub(crate) trace: Option<Trace>,
-    /// Steps that a warp has come to.
+    /// Whether any warp has reached each step.
     pub(crate) reached: Vec<bool>,
     pub(crate) shadow: Shadow,
     pub(crate) global: Vec<Cells>,
-    /// What was released at addresses, by ordered stores and atomics.
+    /// The releases at each address, by ordered stores and atomics.
     pub(crate) releases: HashMap<u64, Vec<Release>>,
+    /// The values of `e4m3` and `e5m2`, indexed by their bits.
     pub(crate) small: [[f32; 256]; 2],
 }
 
-/// What a thread released at an address, and how far it reaches.
+/// What a thread knew when it released at an address, and the scope of the release.
 #[derive(Clone, Debug)]
 pub(crate) struct Release {
     pub(crate) cluster: u32,
@@ -58,7 +60,8 @@ pub(crate) struct Release {
 }
 
 impl Release {
-    /// Whether it reaches a thread of this cluster and block, and `scope` from there reaches it.
+    /// Returns whether the release and an acquire of `scope` in this cluster and block synchronise:
+    /// each must be within the scope of the other.
     pub(crate) fn reaches(&self, cluster: u32, block: u32, scope: Scope) -> bool {
         [self.scope, scope].into_iter().all(|scope| match scope {
             Scope::Block => self.block == block,
@@ -118,7 +121,7 @@ impl<'a> World<'a> {
 
 /// A cluster of blocks, or a block alone.
 pub(crate) struct Cluster<'a> {
-    /// Its index in the grid.
+    /// The cluster's index in the grid.
     pub(crate) index: u32,
     pub(crate) blocks: Vec<Block>,
     pub(crate) warps: Vec<Option<Box<Warp<'a>>>>,
@@ -126,14 +129,16 @@ pub(crate) struct Cluster<'a> {
     pub(crate) operations: BTreeMap<u64, Operation>,
     pub(crate) next_operation: u64,
     pub(crate) barrier: ClusterBarrier,
-    /// Bulk loads in flight take one of these each.
+    /// The clock components of bulk loads in flight, one each.
     slots: Vec<Slot>,
-    /// The warp that ran last.
+    /// The index of the warp that ran last.
     pub(crate) current: usize,
-    /// When the tensor cores of each block are free again.
+    /// The cycle from which the tensor cores of each block are free, in the cost model.
     pub(crate) tensor_free: Vec<u64>,
+    /// The cycle from which the copy engine of each block is free, in the cost model.
     pub(crate) copy_free: Vec<u64>,
-    /// When each of the four schedulers of each block is free again.
+    /// The cycle from which each of the four warp schedulers of each block is free, in the cost
+    /// model.
     pub(crate) issue_free: Vec<u64>,
 }
 
@@ -142,7 +147,8 @@ struct Slot {
     clock: u32,
 }
 
-/// The components of a warp in the clocks.
+/// The number of clock components of a warp: its threads, its `cp.async`s, and the reads and the
+/// writes of its bulk stores.
 const WARP_COMPONENTS: u32 = 4;
 
 impl<'a> Cluster<'a> {
@@ -186,7 +192,7 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// The component of a warpgroup's stream of products.
+    /// Returns the clock component of a warpgroup's stream of products.
     pub(crate) fn product_component(&self, group: usize) -> u32 {
         self.warps.len() as u32 * WARP_COMPONENTS + group as u32
     }
@@ -195,7 +201,8 @@ impl<'a> Cluster<'a> {
         self.product_component(self.groups.len()) + slot as u32
     }
 
-    /// A component and clock for a bulk load that `issuer` starts.
+    /// Returns a clock component and a clock for a bulk load. A slot is reused once the issuer
+    /// knows that its earlier load is over.
     pub(crate) fn take_slot(&mut self, issuer: &Knowledge) -> (u32, u32) {
         for slot in 0..self.slots.len() {
             let component = self.slot_component(slot);
@@ -213,7 +220,7 @@ impl<'a> Cluster<'a> {
     }
 }
 
-/// The components of a warp's streams.
+/// Returns the clock component of a warp's stream of `cp.async`s.
 pub(crate) fn copy_component(warp: usize) -> u32 {
     copies_of(warp as u32 * WARP_COMPONENTS)
 }
@@ -226,27 +233,28 @@ pub(crate) fn store_write_component(warp: usize) -> u32 {
     warp as u32 * WARP_COMPONENTS + 3
 }
 
-/// What a stream up to a clock is worth in a vector.
+/// Returns the clock entry of a stream whose operations up to `clock` are over.
 pub(crate) fn stream_entry(clock: u32) -> Entry {
     Entry::of(u32::MAX, clock, 0)
 }
 
-/// A block.
+/// A block of the cluster.
 pub(crate) struct Block {
-    /// Its index in the grid.
+    /// The block's index in the grid.
     pub(crate) index: u32,
     pub(crate) shared: Vec<u8>,
     pub(crate) cells: Cells,
-    /// By four bytes: copies that will write them, operations that will read them.
+    /// For each four bytes of shared memory, the number of copies in flight that will write them,
+    /// and below the number of operations in flight that will read them.
     pub(crate) arriving: Vec<u16>,
     pub(crate) departing: Vec<u16>,
     pub(crate) mbarriers: BTreeMap<u32, Mbarrier>,
     pub(crate) named: Vec<Named>,
     pub(crate) live_warps: u32,
-    /// By component: the last access of another block to this one's shared
-    /// memory, which must come before this block's end.
+    /// The last access of each clock component of another block to this block's shared memory. It
+    /// must happen before this block ends.
     pub(crate) visitors: BTreeMap<u32, Visit>,
-    /// Registers that nobody holds.
+    /// The number of free registers, which no warp holds.
     pub(crate) register_pool: u32,
 }
 
@@ -257,7 +265,7 @@ impl Block {
         let shadow = if world.checked { bytes } else { 0 };
         Block {
             index,
-            // Whatever was there before: NaN in every float format.
+            // Uninitialised shared memory: all ones, which is NaN in every float format.
             shared: vec![0xFF; bytes],
             cells: Cells::new(shadow, false),
             arriving: vec![0; shadow.div_ceil(4)],
@@ -266,13 +274,13 @@ impl Block {
             named: vec![Named::default(); 16],
             live_warps: program.threads / 32,
             visitors: BTreeMap::new(),
-            // Its threads hold all it has.
+            // At entry the threads hold all registers of the block.
             register_pool: 0,
         }
     }
 }
 
-/// An access from another block.
+/// An access to a block's shared memory from another block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Visit {
     pub(crate) clock: u32,
@@ -281,32 +289,37 @@ pub(crate) struct Visit {
     pub(crate) actor: Actor,
 }
 
-/// A memory barrier.
+/// The state of an mbarrier.
 #[derive(Clone, Debug)]
 pub(crate) struct Mbarrier {
+    /// The arrivals of a phase, and those still missing in the current one.
     pub(crate) expected: u32,
     pub(crate) pending: u32,
+    /// The bytes expected in the current phase less those that have arrived.
     pub(crate) transactions: i64,
     pub(crate) phase: u64,
     pub(crate) initialised_at: Option<Place>,
+    /// The epoch and the lane of the initialisation.
     pub(crate) component: u32,
     pub(crate) clock: u32,
     pub(crate) lane: u32,
-    /// A fence has made the initialisation visible beyond the block's threads.
+    /// Whether a fence has made the initialisation visible beyond the threads of the block.
     pub(crate) published: bool,
+    /// What the arrivals of the current phase release, and what those of all completed phases
+    /// released, which a wait acquires.
     pub(crate) gather: Knowledge,
     pub(crate) released: Knowledge,
-    /// Copies in flight that will report here.
+    /// The number of copies in flight that will report to this mbarrier.
     pub(crate) in_flight: u32,
-    /// The warps that arrived, latest last, for the deadlock's message.
+    /// The warps that have arrived, latest last, for messages about deadlocks.
     pub(crate) arrivers: Vec<(usize, Place)>,
     pub(crate) expected_at: Option<Place>,
     pub(crate) completed_at: u64,
-    /// How many phases had ended when somebody last waited.
+    /// The number of phases that had ended when a thread last waited.
     pub(crate) waited: u64,
 }
 
-/// A named barrier.
+/// The state of a named barrier.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Named {
     pub(crate) expected: u32,
@@ -318,7 +331,7 @@ pub(crate) struct Named {
     pub(crate) completed_at: u64,
 }
 
-/// The barrier of the cluster.
+/// The state of the cluster barrier.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ClusterBarrier {
     pub(crate) generation: u64,
@@ -327,27 +340,28 @@ pub(crate) struct ClusterBarrier {
     pub(crate) completed_at: u64,
 }
 
-/// The products of four warps.
+/// The queue of products of a warpgroup.
 #[derive(Default)]
 pub(crate) struct Warpgroup {
     pub(crate) queue: VecDeque<Product>,
-    /// How many have finished.
+    /// The number of products that have finished.
     pub(crate) done: u64,
-    /// When the last finished.
+    /// The cycle at which the last one finished, in the cost model.
     pub(crate) finished_at: u64,
 }
 
 /// A product that some or all warps of a warpgroup have issued.
 pub(crate) struct Product {
     pub(crate) number: u64,
-    /// The step that issued it.
+    /// The index of the `wgmma` step that issued it.
     pub(crate) step: usize,
-    /// Warps that have issued it, a bit each.
+    /// A mask of the warps of the warpgroup that have issued it.
     pub(crate) issued: u8,
     pub(crate) a: u64,
     pub(crate) b: u64,
     pub(crate) accumulate: bool,
-    /// How many copies were issued before it.
+    /// The identifier of the next operation when it was issued: operations from this one on came
+    /// later.
     pub(crate) after: u64,
     pub(crate) since: u32,
     pub(crate) start: Knowledge,
@@ -357,16 +371,17 @@ pub(crate) struct Product {
 /// An asynchronous operation in flight.
 pub(crate) struct Operation {
     pub(crate) kind: OperationKind,
-    /// The step that issued it.
+    /// The index of the step that issued it.
     pub(crate) step: usize,
-    /// How many were issued before it, and how many accesses there were.
+    /// The identifier of the operation, and the number of access events recorded before it was
+    /// issued.
     pub(crate) issued: u64,
     pub(crate) since: u32,
     /// The issuing warp and lane.
     pub(crate) warp: usize,
     pub(crate) lane: u32,
     pub(crate) block: usize,
-    /// What the issuer knew.
+    /// What the issuer knew at the issue.
     pub(crate) start: Knowledge,
     pub(crate) component: u32,
     pub(crate) clock: u32,
@@ -374,11 +389,11 @@ pub(crate) struct Operation {
     pub(crate) ready_at: u64,
 }
 
-/// What an operation does.
+/// The kind of an asynchronous operation.
 pub(crate) enum OperationKind {
-    /// `cp.async` of a warp's lanes.
+    /// A `cp.async` of the active lanes of a warp.
     CopyAsync(Vec<LaneCopy>),
-    /// An arrival for each lane once these operations are over.
+    /// An arrival of each lane at an mbarrier once the operations `after` are over.
     ArriveOnCopies { lanes: Vec<(u32, u32)>, after: Vec<u64> },
     /// A bulk load into one block's shared memory.
     Load { to: usize, dst: u32, source: LoadSource, bytes: u32, barrier: u32 },
@@ -390,7 +405,7 @@ pub(crate) enum OperationKind {
 #[derive(Clone, Copy)]
 pub(crate) struct LaneCopy {
     pub(crate) lane: u32,
-    /// How far the lane had waited for its earlier ones.
+    /// The clock up to which the lane had waited for its earlier `cp.async`s.
     pub(crate) waited: u32,
     pub(crate) dst: u32,
     pub(crate) src: u64,
@@ -398,21 +413,21 @@ pub(crate) struct LaneCopy {
     pub(crate) source_bytes: u32,
 }
 
-/// Where a bulk load reads.
+/// The source of a bulk load.
 #[derive(Clone, Copy)]
 pub(crate) enum LoadSource {
     Bytes(u64),
     Tensor { map: usize, corner: [i32; 5] },
 }
 
-/// Where a bulk store writes.
+/// The destination of a bulk store.
 #[derive(Clone, Copy)]
 pub(crate) enum StoreTarget {
     Bytes { dst: u64, add: Option<ptx::BulkElement> },
     Tensor { map: usize, corner: [i32; 5], add: bool },
 }
 
-/// What executes: a cluster in the world.
+/// The executor: a cluster together with the shared world.
 pub(crate) struct Executor<'w, 'a> {
     pub(crate) world: &'w mut World<'a>,
     pub(crate) cluster: &'w mut Cluster<'a>,
@@ -423,7 +438,7 @@ impl<'a> Executor<'_, 'a> {
         Actor { block: self.cluster.blocks[warp.block].index, warp: warp.in_block, lane }
     }
 
-    /// A hazard at the warp's current instruction.
+    /// Creates a hazard at the warp's current instruction.
     pub(crate) fn hazard(
         &self,
         warp: &Warp<'_>,
@@ -437,7 +452,7 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
-    /// A hazard of an operation, at the instruction that issued it.
+    /// Creates a hazard of an operation, at the instruction that issued it.
     pub(crate) fn operation_hazard(
         &self,
         operation: &Operation,
@@ -480,7 +495,7 @@ impl<'a> Executor<'_, 'a> {
         self.world.shadow.event(event)
     }
 
-    /// The region of shared memory that an address lies in, for messages.
+    /// Returns a description of a shared address for messages: its region and the byte in it.
     pub(crate) fn shared_name(&self, address: u32) -> String {
         let offset = address.wrapping_sub(SHARED_BASE);
         let regions = &self.world.program.shared;
@@ -491,13 +506,13 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// The warp at an index; none is taken out while this is called.
+    /// Returns the warp at an index. Must not be called while a warp is taken out for its turn.
     pub(crate) fn warp(&self, index: usize) -> &Warp<'a> {
         self.cluster.warps[index].as_ref().expect("warps are put back after each turn")
     }
 }
 
-/// A small generator (SplitMix64), so that seeds mean the same everywhere.
+/// A small random generator (SplitMix64), so that a seed gives the same run on every machine.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -513,7 +528,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`.
+    /// Returns a number below `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         (self.next() >> 11) % bound.max(1)
     }

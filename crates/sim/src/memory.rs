@@ -1,4 +1,4 @@
-//! Global memory: named buffers with nothing between them.
+//! Global memory: named buffers, separated by unmapped addresses.
 
 /// A buffer of a [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -10,11 +10,11 @@ impl BufferId {
     }
 }
 
-/// Each buffer has its own 64 GiB of addresses, so that running past the end
-/// of one never lands in another.
+/// The number of address bits of a buffer: each has 64 GiB of addresses to itself, so that an
+/// access past its end never lands in another buffer.
 const BUFFER_SHIFT: u32 = 36;
-/// Where in its addresses a buffer starts, so that running before its start
-/// does not land in another either.
+/// The offset of a buffer in its addresses, so that an access before its start does not land in
+/// another buffer either.
 const BUFFER_START: u64 = 1 << 20;
 
 /// The global memory of the simulated device.
@@ -36,70 +36,68 @@ pub struct Memory {
 pub(crate) struct Buffer {
     pub(crate) name: String,
     pub(crate) bytes: Vec<u8>,
-    /// Which bytes a kernel has written; `None` where nobody asks.
+    /// Whether a kernel has written each byte; `None` where this is not tracked.
     written: Option<Vec<bool>>,
-    /// Whether all of it holds something from the start.
+    /// Whether the whole buffer is initialised from the start.
     filled: bool,
-    /// How many bytes were written when they had been already.
+    /// The number of writes to bytes that had already been written.
     rewritten: usize,
-    /// Whether numbers must be added to it in one order.
+    /// Whether additions to the buffer must be ordered ([`Memory::adds_in_order`]).
     pub(crate) in_order: bool,
 }
 
 impl Memory {
-    /// No buffers yet.
+    /// Creates a memory without buffers.
     pub fn new() -> Self {
         Memory::default()
     }
 
-    /// A buffer with these bytes.
+    /// Adds a buffer with these bytes.
     pub fn input(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
         self.add(name, bytes, None, true)
     }
 
-    /// A buffer with these bytes, of which some will be written: see
-    /// [`rewritten`](Memory::rewritten).
+    /// Adds a buffer with these bytes, some of which the kernel will write, and tracks writes to
+    /// it: see [`rewritten`](Memory::rewritten).
     pub fn result(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
         let written = Some(vec![false; bytes.len()]);
         self.add(name, bytes, written, true)
     }
 
-    /// A buffer of single-precision floats.
+    /// Adds a buffer of single-precision floats.
     pub fn input_f32(&mut self, name: &str, values: &[f32]) -> BufferId {
         self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A buffer of 16-bit values.
+    /// Adds a buffer of 16-bit values.
     pub fn input_u16(&mut self, name: &str, values: &[u16]) -> BufferId {
         self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A buffer of 32-bit values.
+    /// Adds a buffer of 32-bit values.
     pub fn input_u32(&mut self, name: &str, values: &[u32]) -> BufferId {
         self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A buffer that nobody has written: poisoned with ones, which is NaN in
-    /// every float format.
+    /// Adds an uninitialised buffer, filled with ones, which are NaN in every float format.
     pub fn output(&mut self, name: &str, bytes: usize) -> BufferId {
         let written = Some(vec![false; bytes]);
         let bytes = vec![0xFF; bytes];
         self.add(name, bytes, written, false)
     }
 
-    /// Lets threads' additions of floats to a buffer conflict where nothing orders them: the sum
-    /// depends on the order, and a kernel that promises the same bits every time must not leave it
-    /// open.
+    /// Makes unordered float additions of threads to a buffer conflict. The sum depends on their
+    /// order, so a kernel that promises the same bits in every run must not leave the order open.
     pub fn adds_in_order(&mut self, buffer: BufferId) {
         self.buffers[buffer.index()].in_order = true;
     }
 
-    /// Makes a buffer what it is in another memory, which has the same ones.
+    /// Restores a buffer to its state in another memory, which must have the same buffers.
     pub fn restore(&mut self, buffer: BufferId, from: &Memory) {
         self.buffers[buffer.index()] = from.buffers[buffer.index()].clone();
     }
 
-    /// How many bytes of a result or output were written again.
+    /// Returns the number of writes to bytes of a result or output that had already been written.
     pub fn rewritten(&self, buffer: BufferId) -> usize {
         self.buffers[buffer.index()].rewritten
     }
@@ -117,33 +115,33 @@ impl Memory {
         BufferId(self.buffers.len() as u32 - 1)
     }
 
-    /// Every buffer, in the order they were made.
+    /// Returns every buffer, in the order in which they were added.
     pub fn ids(&self) -> impl Iterator<Item = BufferId> {
         (0..self.buffers.len() as u32).map(BufferId)
     }
 
-    /// The bytes of a buffer.
+    /// Returns the bytes of a buffer.
     pub fn bytes(&self, buffer: BufferId) -> &[u8] {
         &self.buffers[buffer.index()].bytes
     }
 
-    /// A buffer as single-precision floats.
+    /// Returns a buffer as single-precision floats.
     pub fn f32(&self, buffer: BufferId) -> Vec<f32> {
         self.u32(buffer).into_iter().map(f32::from_bits).collect()
     }
 
-    /// A buffer as 32-bit values.
+    /// Returns a buffer as 32-bit values.
     pub fn u32(&self, buffer: BufferId) -> Vec<u32> {
         let chunks = self.bytes(buffer).chunks_exact(4);
         chunks.map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
     }
 
-    /// A buffer as 16-bit values.
+    /// Returns a buffer as 16-bit values.
     pub fn u16(&self, buffer: BufferId) -> Vec<u16> {
         self.bytes(buffer).chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect()
     }
 
-    /// How many bytes of a buffer nobody has written.
+    /// Returns the number of bytes of an output that nothing has written.
     pub fn unwritten(&self, buffer: BufferId) -> usize {
         let buffer = &self.buffers[buffer.index()];
         let written = buffer.written.as_ref().filter(|_| !buffer.filled);
@@ -152,12 +150,12 @@ impl Memory {
 
     // ---- addresses ------------------------------------------------------------
 
-    /// The address of a byte of a buffer.
+    /// Returns the address of a byte of a buffer.
     pub(crate) fn address(buffer: BufferId, offset: u64) -> u64 {
         ((buffer.0 as u64 + 1) << BUFFER_SHIFT) + BUFFER_START + offset
     }
 
-    /// The buffer and offset of `bytes` bytes at an address.
+    /// Returns the buffer and the offset of `bytes` bytes at an address.
     pub(crate) fn locate(&self, address: u64, bytes: u64) -> Result<(usize, usize), String> {
         let index = (address >> BUFFER_SHIFT).wrapping_sub(1);
         let offset = (address & ((1 << BUFFER_SHIFT) - 1)).wrapping_sub(BUFFER_START);
@@ -190,7 +188,7 @@ impl Memory {
         }
     }
 
-    /// The first byte of a range that nobody has written.
+    /// Returns the first byte of a range that nothing has written.
     pub(crate) fn first_unwritten(
         &self,
         buffer: usize,

@@ -1,45 +1,46 @@
-//! Taking one statement out of a program, to see that it is missed.
+//! Mutants: programs with one statement removed, to check that the simulator or the tests notice.
 
 use ptx::{Block, Fence, Instruction, Place, Program, Statement, StatementKind};
 
-/// What kind of statement is taken out.
+/// The role of a statement in synchronisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// A fence of any kind, `wgmma.fence` included.
     Fence,
-    /// A wait: for products, copies, stores, barriers.
+    /// A wait: for products, copies, stores or barriers.
     Wait,
-    /// An arrival at, or a commit to, something that is waited for.
+    /// An arrival at a barrier, or a commit of a group, that something waits for.
     Arrive,
-    /// An announcement of bytes, with or without an arrival.
+    /// An expectation of bytes at an mbarrier, with or without an arrival.
     Expect,
 }
 
-/// A statement that could be taken out.
+/// A synchronisation statement that can be removed.
 #[derive(Clone, Debug)]
 pub struct Site {
-    /// Its index among the sites of the program.
+    /// The index among the sites of the program.
     pub index: usize,
-    /// Its kind.
+    /// The role of the statement.
     pub role: Role,
-    /// Where it was written.
+    /// The place where the statement was written.
     pub place: Place,
     /// The instruction.
     pub instruction: Instruction,
 }
 
-/// What an instruction does beyond writing its registers.
+/// The effect of an instruction beyond writing its registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
-    /// Nothing.
+    /// No other effect.
     None,
-    /// It has a role in synchronisation.
+    /// The instruction has a role in synchronisation.
     Synchronisation(Role),
-    /// Something else, to memory or with other threads; or nobody has had to know.
+    /// Another effect, on memory or on other threads. Instructions that have not been classified
+    /// count here, too.
     Other,
 }
 
-/// The role of an instruction in synchronisation, if it has one.
+/// Returns the role of an instruction in synchronisation, if it has one.
 pub fn role(instruction: &Instruction) -> Option<Role> {
     match effect(instruction) {
         Effect::Synchronisation(role) => Some(role),
@@ -47,7 +48,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
     }
 }
 
-/// What an instruction does beyond writing its registers.
+/// Returns the effect of an instruction beyond writing its registers.
 pub fn effect(instruction: &Instruction) -> Effect {
     use Instruction as I;
     match instruction {
@@ -132,7 +133,7 @@ pub fn effect(instruction: &Instruction) -> Effect {
     }
 }
 
-/// Every statement of the program that has a role in synchronisation.
+/// Returns every statement of the program that has a role in synchronisation.
 pub fn sites(program: &Program) -> Vec<Site> {
     let mut sites = Vec::new();
     program.visit(&mut |statement| {
@@ -146,7 +147,7 @@ pub fn sites(program: &Program) -> Vec<Site> {
     sites
 }
 
-/// The program with a site of [`sites`] taken out.
+/// Returns the program with a site of [`sites`] removed.
 pub fn without(program: &Program, site: usize) -> Program {
     let mut next = 0;
     edit(program, &mut |statement| {
@@ -159,8 +160,8 @@ pub fn without(program: &Program, site: usize) -> Program {
     })
 }
 
-/// The program with the statements that `keep` refuses taken out; `keep` may
-/// change the others. Outer statements come before inner ones.
+/// Returns the program without the statements for which `keep` is false; `keep` may change the
+/// others. Outer statements come before inner ones.
 pub fn edit(program: &Program, keep: &mut dyn FnMut(&mut Statement) -> bool) -> Program {
     fn walk(block: &mut Block, keep: &mut dyn FnMut(&mut Statement) -> bool) {
         block.retain_mut(|statement| {

@@ -1,4 +1,4 @@
-//! Running a launch.
+//! The entry point of the simulator: checks a launch, lowers the program, and runs the schedule.
 
 use ptx::{ParameterKind, Program, Type};
 
@@ -36,14 +36,12 @@ use crate::{Argument, Failure, Launch, Memory, Options, Report, TensorMapArgumen
 /// ```
 ///
 /// # Errors
-/// What [`Failure`] lists: a launch that cannot be made, a hazard, a budget
-/// exceeded.
+/// Returns a [`Failure`] for an invalid launch, a hazard, or an exceeded budget.
 ///
 /// # Panics
-/// If the program is not one: names registers or parameters that it does not
-/// have, or gives an instruction registers of the wrong width. What
-/// [`ptx::validate`] accepts never panics; programs with statements taken out
-/// or moved do not either.
+/// If the program is malformed: it names registers or parameters that it does not have, or gives an
+/// instruction registers of the wrong width. Programs that [`ptx::validate`] accepts never panic,
+/// nor do such programs with statements removed or moved.
 pub fn run(launch: &Launch<'_>, memory: &mut Memory, options: &Options) -> Result<Report, Failure> {
     let program = launch.program;
     check_launch(launch)?;
@@ -66,7 +64,7 @@ pub fn run(launch: &Launch<'_>, memory: &mut Memory, options: &Options) -> Resul
             (ParameterKind::Address, Argument::Address(buffer, offset)) => {
                 Memory::address(*buffer, *offset)
             }
-            // An address that is no buffer's: 0 says that there is none.
+            // An address outside of every buffer; kernels take 0 for an absent one.
             (ParameterKind::Address, Argument::U64(address)) => *address,
             (ParameterKind::TensorMap(tensor_box), Argument::TensorMap(given)) => {
                 if let Some(text) = map_fault(tensor_box, given) {
@@ -112,7 +110,7 @@ fn check_launch(launch: &Launch<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the driver would refuse, or the kernel could not use.
+/// Returns the reason why the driver would refuse a tensor map, or the kernel could not use it.
 fn map_fault(wanted: &ptx::TensorBox, given: &TensorMapArgument) -> Option<String> {
     let rank = given.dimensions.len();
     if *wanted != given.tensor_box {

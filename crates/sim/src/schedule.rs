@@ -1,11 +1,12 @@
-//! Who goes next: seeded policies, and what is said when nobody can.
+//! The scheduler: chooses the next warp, copy or product by the policy and the seed, and explains
+//! deadlocks.
 
 use crate::Policy;
 use crate::hazard::{Hazard, HazardKind};
 use crate::machine::{Cluster, Executor, OperationKind, Step, World};
 use crate::warp::{State, Wait, Warp};
 
-/// Something that can go on now.
+/// A warp, an operation or a product that can run now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
     Warp { cluster: usize, warp: usize },
@@ -13,13 +14,13 @@ enum Choice {
     Product { cluster: usize, group: usize },
 }
 
-/// Polls in a row that may find nothing before it is called a deadlock.
+/// The number of consecutive unsuccessful polls after which the run counts as deadlocked.
 const POLLS: u32 = 256;
-/// Turns in a row that warps may use up before the latest policy lets an
-/// operation go: someone may be spinning on it.
+/// The number of consecutive turns of warps after which [`Policy::Latest`] completes an operation,
+/// in case a warp is spinning on it.
 const PATIENCE: u32 = 64;
-/// Turns in a row that others have before a warp that is left behind has one: someone may be spinning
-/// on it.
+/// The number of consecutive turns of others after which [`Policy::Random`] gives the starved warp
+/// a turn, in case a warp is spinning on it.
 const FAR: u32 = 1024;
 
 /// Runs all clusters of the grid to their end.
@@ -50,9 +51,9 @@ pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
 struct Schedule {
     idle_polls: u32,
     spins: u32,
-    /// Rotates among equals.
+    /// A counter that rotates among the ready warps.
     turn: usize,
-    /// Turns of others since the warp that is left behind had one.
+    /// The number of turns of others since the starved warp had one.
     ahead: u32,
 }
 
@@ -65,7 +66,7 @@ impl Schedule {
                 choice
             }
             None => {
-                // Only warps that ask again and again are left, if any.
+                // At most polling warps are left.
                 let polling = pollers(clusters);
                 self.idle_polls += 1;
                 if polling.is_empty() || self.idle_polls > POLLS {
@@ -95,11 +96,12 @@ impl Schedule {
                 let mut quantum = quantum;
                 match std::mem::replace(&mut taken.state, State::Ready) {
                     State::Blocked(wait) => executor.finish_wait(&mut taken, wait),
-                    // Long enough to ask again: else it would look like progress.
+                    // Long enough to poll again; otherwise the turn would count as progress.
                     State::Polling(_) => quantum = quantum.max(256),
                     State::Ready | State::Done => {}
                 }
-                // Four schedulers share the warps of a block, an instruction a clock each.
+                // The cost model has four schedulers per block, which issue one instruction per
+                // cycle each.
                 let modelled = executor.world.options.policy == Policy::Modelled;
                 let scheduler = 4 * taken.block + taken.in_block as usize % 4;
                 if modelled {
@@ -149,7 +151,7 @@ impl Schedule {
                 };
                 self.spins += 1;
                 if !warps.is_empty() && (self.spins < PATIENCE || others.is_empty()) {
-                    // A turn that was used up goes to the next warp.
+                    // A warp that has used up its turns is rotated out.
                     let next = self.turn % warps.len();
                     self.turn = self.turn.wrapping_add(1);
                     let spinning = self.spins > 8;
@@ -168,7 +170,7 @@ impl Schedule {
                 others.last().copied()
             }
             Policy::Random => {
-                // Some seeds are slow to copy, some slow to run, and some leave a warp behind.
+                // Some seeds delay operations, some delay warps, and some starve one warp.
                 let (warp_weight, other_weight) = match world.options.seed % 4 {
                     0 => (1, 1),
                     1 => (12, 1),
@@ -218,7 +220,8 @@ impl Schedule {
     }
 }
 
-/// What can go on: warps, and operations in the order they were issued.
+/// Returns the warps that can run, and the operations and products that can complete, operations in
+/// the order of their issue.
 fn candidates<'a>(
     world: &mut World<'a>,
     clusters: &mut [Cluster<'a>],
@@ -272,9 +275,9 @@ fn pollers(clusters: &[Cluster<'_>]) -> Vec<Choice> {
     polling
 }
 
-// ---- nobody can go on ----------------------------------------------------------------
+// ---- deadlocks ---------------------------------------------------------------------------
 
-/// Why nobody can go on.
+/// Returns the hazard of a run that cannot make progress.
 fn stuck<'a>(world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Box<Hazard> {
     for cluster in clusters.iter_mut() {
         let executor = Executor { world, cluster };
@@ -300,7 +303,7 @@ impl<'a> Executor<'_, 'a> {
         for warp in &blocked {
             let (text, _) = self.waiting_for(warp);
             let place = self.world.code.places[warp.pc];
-            // Warps that wait for the same thing in the same place say so once.
+            // Warps that wait for the same thing in the same place share a line.
             if shown.contains(&(warp.block, warp.pc, text.clone())) {
                 continue;
             }
@@ -322,7 +325,7 @@ impl<'a> Executor<'_, 'a> {
         Some(hazard)
     }
 
-    /// Deadlocks that have a better name.
+    /// Returns a more specific hazard than a deadlock, where the cause is known.
     fn stuck_for_a_reason(&self, blocked: &[&Warp<'a>]) -> Option<Box<Hazard>> {
         for warp in blocked {
             let State::Blocked(wait) = &warp.state else { continue };
@@ -396,7 +399,7 @@ impl<'a> Executor<'_, 'a> {
         None
     }
 
-    /// What a warp waits for, in words, and the warps that it may wait for.
+    /// Describes what a warp waits for, and returns the warps that it may be waiting for.
     fn waiting_for(&self, warp: &Warp<'a>) -> (String, Vec<usize>) {
         let State::Blocked(wait) = &warp.state else {
             return ("a memory barrier it asks again and again".to_owned(), Vec::new());
@@ -447,7 +450,7 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// Follows who waits for whom until someone comes twice.
+    /// Follows the waits-for relation from a warp until it closes a cycle, and describes the cycle.
     fn cycle(&self, first: &Warp<'a>) -> Option<String> {
         let mut path = vec![first.index];
         loop {

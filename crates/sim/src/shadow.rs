@@ -1,9 +1,9 @@
-//! What is remembered of each piece of memory: who wrote it last, who has
-//! read it since, through which proxy, in which swizzle.
+//! Shadow memory: for each piece of memory, who wrote it last and who has read it since, through
+//! which proxy, in which swizzle.
 //!
-//! The unit is two bytes, the smallest access the language has. As in
-//! FastTrack, a read that happened before the next one is forgotten; only
-//! reads that are concurrent are kept side by side, in sets that cells share.
+//! The unit is two bytes, the smallest store that the language has; a load of one byte counts as a
+//! read of both. As in FastTrack, a read is forgotten when a later read is ordered after it; only
+//! concurrent reads are kept side by side, in sets that cells share.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -13,10 +13,10 @@ use ptx::{Place, Scope, Swizzle};
 use crate::clock::{Knowledge, copies_of};
 use crate::hazard::Actor;
 
-/// Bytes of one cell.
+/// The number of bytes of one cell.
 pub(crate) const CELL: usize = 2;
 
-/// Through which path memory is accessed.
+/// The proxy through which memory is accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Proxy {
     /// Ordinary instructions.
@@ -25,13 +25,13 @@ pub(crate) enum Proxy {
     Async,
 }
 
-/// What made an access.
+/// The source of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// An ordinary instruction of a thread.
     Thread,
-    /// An atomic or ordered access of a thread, or an addition of the copy engine: with others
-    /// that reach it, and that it reaches, it never conflicts.
+    /// An atomic or ordered access of a thread, or an addition of the copy engine. Two of these
+    /// never conflict if each is within the scope of the other.
     Atomic(Scope),
     /// An asynchronous copy into shared memory.
     Load,
@@ -41,7 +41,7 @@ pub(crate) enum Source {
     Product,
 }
 
-/// One instruction's or operation's accesses.
+/// The accesses of one instruction or operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Event {
     pub(crate) cluster: u32,
@@ -51,9 +51,10 @@ pub(crate) struct Event {
     pub(crate) source: Source,
     pub(crate) place: Option<Place>,
     pub(crate) actor: Actor,
-    /// The instruction, in words.
+    /// The name of the instruction, for messages.
     pub(crate) what: &'static str,
-    /// Of an operation: the number of accesses before it was issued.
+    /// For an operation, the number of events that were recorded before it was issued; `u32::MAX`
+    /// for an instruction of a thread.
     pub(crate) since: u32,
 }
 
@@ -62,12 +63,12 @@ impl Event {
         matches!(self.source, Source::Thread | Source::Atomic(_))
     }
 
-    /// A `cp.async`: of all that loads, only it goes through the generic proxy.
+    /// Returns whether this is a `cp.async`, the only load through the generic proxy.
     fn is_lane_copy(&self) -> bool {
         self.source == Source::Load && self.proxy == Proxy::Generic
     }
 
-    /// Whether an atomic of one reaches the thread of the other.
+    /// Returns whether an atomic with this scope reaches the thread of the other event.
     fn reaches(&self, scope: Scope, other: &Event) -> bool {
         match scope {
             Scope::Block => self.actor.block == other.actor.block,
@@ -80,22 +81,22 @@ impl Event {
 /// The shadow of two bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cell {
-    /// The last write: an event, or 0.
+    /// The event of the last write, or 0.
     write: u32,
-    /// Reads since: an event, a set with [`SET`], or 0.
+    /// The reads since the last write: an event, a set marked with [`SET`], or 0.
     reads: u32,
     write_lane: u8,
     read_lane: u8,
     pub(crate) initialised: bool,
-    /// The bytes belong to a memory barrier.
+    /// Whether the bytes belong to an mbarrier.
     pub(crate) barrier: bool,
-    /// The swizzle of a tensor copy that wrote it: 0 for other writers.
+    /// The swizzle of the tensor copy that wrote the cell, plus 1; 0 for other writers.
     swizzle: u8,
 }
 
-/// Marks that [`Cell::reads`] is a set.
+/// The bit that marks [`Cell::reads`] as a set.
 const SET: u32 = 1 << 31;
-/// The lane of accesses that no lane made, or all lanes of a warp as one.
+/// The lane of accesses that no single lane made: those of operations, and those of a whole warp.
 pub(crate) const NO_LANE: u8 = 0xFF;
 
 impl Cell {
@@ -111,7 +112,7 @@ impl Cell {
         }
     }
 
-    /// Whether the running kernel has written it.
+    /// Returns whether the running kernel has written the cell.
     pub(crate) fn is_written(&self) -> bool {
         self.write != 0
     }
@@ -124,7 +125,7 @@ impl Cell {
         self.swizzle = 1 + swizzle as u8;
     }
 
-    /// The swizzle a tensor copy wrote it in.
+    /// Returns the swizzle in which a tensor copy wrote the cell.
     pub(crate) fn swizzle(&self) -> Option<Swizzle> {
         Swizzle::ALL.into_iter().find(|s| 1 + *s as u8 == self.swizzle)
     }
@@ -134,39 +135,41 @@ fn lane_mask(lane: u8) -> u32 {
     if lane == NO_LANE { 0 } else { 1 << lane }
 }
 
-/// Who accesses memory now.
+/// The thread or operation that accesses memory now.
 #[derive(Clone, Copy)]
 pub(crate) struct Observer<'a> {
     pub(crate) knowledge: &'a Knowledge,
-    /// The access, recorded with [`Shadow::event`].
+    /// The event of the access, recorded with [`Shadow::event`].
     pub(crate) event: u32,
     /// The lane, or [`NO_LANE`].
     pub(crate) lane: u8,
-    /// How far the lane has waited for its own `cp.async`s.
+    /// The clock up to which the lane has waited for its own `cp.async`s.
     pub(crate) copies: u32,
-    /// Whether it is global memory.
+    /// Whether the access is to global memory.
     pub(crate) global: bool,
 }
 
 impl<'a> Observer<'a> {
-    /// An operation that no lane makes.
+    /// Creates an observer for an operation, which no lane executes.
     pub(crate) fn operation(knowledge: &'a Knowledge, event: u32) -> Self {
         Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
     }
 
-    /// Whether the event `e` of these lanes happened before the observer's own, `o`.
+    /// Returns whether the event `e` of these lanes happened before the observer's own event `o`.
     fn knows(&self, e: &Event, o: &Event, lanes: u32) -> bool {
         let known = &self.knowledge.known;
         let own = lanes & !lane_mask(self.lane) == 0;
         if e.cluster == o.cluster {
-            // A lane's copy comes after what that lane did, and what all did before they last met;
-            // what the warp did as one, each lane has its part in.
+            // A lane's copy comes after what that lane did itself, and after what all lanes did
+            // before they last synchronised. An access of the whole warp is in part every lane's,
+            // so it must be among the latter.
             if o.is_lane_copy() && e.of_thread() && copies_of(e.component) == o.component {
                 let entry = known.get(e.component);
                 let mine = own && lanes != 0 && entry.covers(e.clock, lanes);
                 return e.clock <= entry.all || mine;
             }
-            // Of its own copies a lane knows once it has waited, without meeting the others.
+            // A lane knows its own copies once it has waited for them, without synchronising with
+            // the others.
             let of_warp = [o.component, copies_of(o.component)].contains(&e.component);
             if own && of_warp && e.is_lane_copy() && e.clock <= self.copies {
                 return true;
@@ -176,7 +179,7 @@ impl<'a> Observer<'a> {
     }
 }
 
-/// Two accesses that nothing puts in order.
+/// Two conflicting accesses that nothing orders.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conflict {
     /// The earlier access.
@@ -185,7 +188,7 @@ pub(crate) struct Conflict {
     pub(crate) other_lane: Option<u32>,
     /// Whether the earlier access was a read.
     pub(crate) other_reads: bool,
-    /// They are ordered, but no proxy fence stands between them.
+    /// Whether they are ordered, but no proxy fence stands between them.
     pub(crate) unfenced: bool,
 }
 
@@ -193,20 +196,20 @@ pub(crate) struct Conflict {
 #[derive(Debug)]
 pub(crate) struct Shadow {
     events: Vec<Event>,
-    /// Sets of reads: each is one read and another set, by its place here. They share what they have
-    /// in common, for thousands of blocks may read one word.
+    /// The sets of reads, as linked lists: each entry is one read and the index of the rest of the
+    /// set. Sets share common tails, since thousands of blocks may read one word.
     sets: Vec<Reads>,
     unions: HashMap<(u32, u32, u32), u32, BuildHasherDefault<Multiplier>>,
-    /// The last access without a conflict, and what the cell was after it: accesses meet cell after
-    /// cell with the same history.
+    /// The last access without a conflict and the cell after it, as a cache: consecutive cells
+    /// often have the same history.
     last: Option<(Access, Cell)>,
 }
 
-/// An access of a cell: the observer's event with its lane and memory, whether it writes, and the
-/// cell before.
+/// The key of an access of a cell: the observer's event, its lane, whether the memory is global,
+/// whether it writes, and the cell before it.
 type Access = (u32, u8, bool, bool, Cell);
 
-/// A set of reads that is not empty: the newest, with its lanes, and the others.
+/// A non-empty set of reads: the newest, with its lanes, and the index of the rest.
 #[derive(Clone, Copy, Debug)]
 struct Reads {
     event: u32,
@@ -214,10 +217,10 @@ struct Reads {
     others: u32,
 }
 
-/// The set without reads.
+/// The index of the empty set.
 const EMPTY: u32 = 0;
 
-/// A quick hash of numbers that nobody chooses to collide.
+/// A fast hash for keys that are not adversarial.
 #[derive(Debug, Default)]
 struct Multiplier(u64);
 
@@ -231,7 +234,7 @@ impl Hasher for Multiplier {
     }
 
     fn write_u32(&mut self, number: u32) {
-        // A large odd number, for tables look at high bits and at low ones.
+        // An odd constant with bits throughout, since hash tables use both high and low bits.
         self.0 = (self.0.rotate_left(26) ^ u64::from(number)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     }
 }
@@ -257,7 +260,7 @@ impl Shadow {
             what: "nothing",
             since: u32::MAX,
         };
-        // In the place of the empty set, which is never looked at.
+        // A placeholder at the index of the empty set, never read.
         let nothing = Reads { event: 0, lanes: 0, others: EMPTY };
         Shadow { events: vec![none], sets: vec![nothing], unions: HashMap::default(), last: None }
     }
@@ -267,7 +270,7 @@ impl Shadow {
         self.events.len() as u32 - 1
     }
 
-    /// How many accesses there were so far.
+    /// Returns the number of events recorded so far.
     pub(crate) fn count(&self) -> u32 {
         self.events.len() as u32
     }
@@ -288,8 +291,9 @@ impl Shadow {
             return Order::Before;
         }
         if (e.cluster, e.component) == (o.cluster, o.component) {
-            // Program order of one thread; what a warp does as one after what it did so, and not
-            // one lane after it; one operation with itself.
+            // Program order of one thread; accesses of a whole warp after other accesses of the
+            // whole warp, but not accesses of a single lane after them; and an operation with
+            // itself.
             let same = match (e.of_thread(), lanes) {
                 (true, 0) => observer.lane == NO_LANE,
                 (true, lanes) => lanes & !lane_mask(observer.lane) == 0,
@@ -313,7 +317,8 @@ impl Shadow {
         Order::Before
     }
 
-    /// The conflict of an access with an earlier one, unless that is ordered before.
+    /// Returns the conflict of an access with an earlier one, unless the earlier one is ordered
+    /// before it.
     fn conflict(
         &self,
         observer: &Observer<'_>,
@@ -330,7 +335,7 @@ impl Shadow {
         })
     }
 
-    /// The conflict with the last write, if there is one.
+    /// Returns the conflict with the last write, if there is one.
     fn with_write(&self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.write {
             0 => None,
@@ -338,7 +343,7 @@ impl Shadow {
         }
     }
 
-    /// The conflict with a read since the last write, if there is one.
+    /// Returns the conflict with a read since the last write, if there is one.
     fn with_reads(&self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.reads {
             0 => None,
@@ -347,14 +352,14 @@ impl Shadow {
             }
             reads => {
                 let conflict = |it: Reads| self.conflict(observer, (it.event, it.lanes), true);
-                // The oldest, as everywhere.
+                // The oldest conflicting read is reported.
                 self.reads(reads & !SET).filter_map(conflict).last()
             }
         }
     }
 
-    /// Records an access; the conflict with the last write, or of a write with a read, if there is
-    /// one.
+    /// Records an access and returns its conflict with the last write, or of a write with an
+    /// earlier read, if there is one.
     pub(crate) fn access(
         &mut self,
         cell: &mut Cell,
@@ -382,7 +387,7 @@ impl Shadow {
         conflict
     }
 
-    /// Remembers a read, in the place of those that are ordered before it.
+    /// Records a read, in place of those that are ordered before it.
     fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>) {
         let own = lane_mask(observer.lane);
         if cell.reads == 0 {
@@ -406,25 +411,27 @@ impl Shadow {
         }
     }
 
-    /// The reads of a set, the newest first.
+    /// Returns the reads of a set, the newest first.
     fn reads(&self, set: u32) -> impl Iterator<Item = Reads> {
         let at = |set: u32| (set != EMPTY).then(|| self.sets[set as usize]);
         std::iter::successors(at(set), move |read| at(read.others))
     }
 
-    /// Whether a read of these lanes is one that later reads of the same lanes stand for.
+    /// Returns whether the new read makes the old one redundant: it is a later read of the same
+    /// component by at least the same lanes.
     fn stands_for(&self, new: u32, own: u32, old: u32, lanes: u32) -> bool {
         let (new, old) = (&self.events[new as usize], &self.events[old as usize]);
         let whole = lanes == 0 && own != 0;
         (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0 && !whole
     }
 
-    /// The set with one more read.
+    /// Returns the set with one more read.
     fn union(&mut self, set: u32, event: u32, lanes: u32) -> u32 {
         if let Some(known) = self.unions.get(&(set, event, lanes)) {
             return *known;
         }
-        // What the new read stands for is left out; what is older than all of that is shared.
+        // Reads that the new one makes redundant are left out; the tail older than all of them is
+        // shared.
         let (mut newer, mut kept, mut shared, mut own) = (Vec::new(), Vec::new(), set, lanes);
         for Reads { event: old, lanes: its, others } in self.reads(set) {
             if old == event {
@@ -446,14 +453,14 @@ impl Shadow {
     }
 }
 
-/// Cells of a stretch of memory, made when first touched.
+/// The cells of a range of memory, allocated by page when first touched.
 #[derive(Debug, Default)]
 pub(crate) struct Cells {
     pages: Vec<Option<Box<[Cell]>>>,
     initialised: bool,
 }
 
-/// Cells of a page.
+/// The number of cells of a page.
 const PAGE: usize = 2048;
 
 impl Cells {
@@ -462,7 +469,7 @@ impl Cells {
         Cells { pages: (0..pages).map(|_| None).collect(), initialised }
     }
 
-    /// The cell of a byte.
+    /// Returns the cell of a byte.
     pub(crate) fn at(&mut self, byte: usize) -> &mut Cell {
         let (cell, initialised) = (byte / CELL, self.initialised);
         let page = self.pages[cell / PAGE]

@@ -1,9 +1,8 @@
-//! What the tensor cores compute, and how they find their operands.
+//! The arithmetic of the tensor cores, and the addressing of their shared-memory operands.
 //!
-//! A shared-memory operand is found from the 64 bits of its descriptor alone,
-//! as the hardware does: nothing here asks the tile vocabulary, so that a
-//! wrong descriptor gives a wrong product. The canonical layouts, in chunks of
-//! 16 bytes, with `W` the width of the swizzle:
+//! A shared-memory operand is found from the 64 bits of its descriptor alone, as on the hardware:
+//! this module does not use the tile types of `ptx`, so that a wrong descriptor gives a wrong
+//! product. The canonical layouts, in chunks of 16 bytes, with `W` the width of the swizzle:
 //!
 //! - inner extent contiguous, no swizzle: row `r`, chunk `c` of the 32 bytes at
 //!   `r / 8 * stride + c * leading + r % 8 * 16`;
@@ -13,35 +12,35 @@
 //! - outer extent contiguous, swizzled: at
 //!   `16 c / W * leading + k / 8 * stride + k % 8 * W + 16 c % W`.
 //!
-//! The swizzle is applied to the final address. Products are exact, and each
-//! instruction's sum is rounded in `f32`; the hardware keeps a few bits fewer
-//! or more, so results agree to about 1e-6, not to the bit. Of 8-bit products it
-//! keeps far fewer: [`EightBitSums`](crate::EightBitSums) has a model of that.
+//! The swizzle is applied to the final address. Products are exact, and the sum of each instruction
+//! is rounded in `f32`; the hardware keeps a few bits fewer or more, so results agree to about
+//! 1e-6, not to the bit. Of 8-bit products the hardware keeps far fewer bits:
+//! [`EightBitSums`](crate::EightBitSums) models that.
 
 use ptx::{Element, Int8, Swizzle};
 
 use crate::copy::swizzled;
 use crate::float;
 
-/// A shared-memory descriptor, taken apart.
+/// The decoded fields of a shared-memory descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// Where the operand starts.
+    /// The address at which the operand starts.
     pub start: u32,
     /// The leading-dimension byte offset.
     pub leading: u32,
     /// The stride-dimension byte offset.
     pub stride: u32,
-    /// Which row of the swizzle's pattern the start lies in.
+    /// The row of the swizzle pattern that the start lies in.
     pub base_offset: u32,
-    /// How chunks are permuted.
+    /// The swizzle.
     pub swizzle: Swizzle,
-    /// Bits that must be zero.
+    /// The bits that must be zero.
     pub reserved: u64,
 }
 
 impl Descriptor {
-    /// Reads the fields of a descriptor.
+    /// Decodes the fields of a descriptor.
     pub fn decode(bits: u64) -> Self {
         let field = |at: u32| ((bits >> at & 0x3FFF) << 4) as u32;
         Descriptor {
@@ -59,9 +58,9 @@ impl Descriptor {
         }
     }
 
-    /// The addresses of the operand's 16-byte chunks: 32 bytes of inner extent
-    /// by `rows` of outer extent. With the inner extent contiguous, row by row;
-    /// otherwise (16-bit elements) inner row by inner row.
+    /// Returns the addresses of the operand's 16-byte chunks: 32 bytes of inner (K) extent by
+    /// `rows` of outer extent. If the inner extent is contiguous they are ordered row by row,
+    /// otherwise (16-bit elements) by rows of the inner extent.
     pub fn chunks(&self, rows: u32, outer_contiguous: bool) -> Vec<u32> {
         let width = self.swizzle.width();
         let mut chunks = Vec::with_capacity(2 * rows as usize);
@@ -122,7 +121,7 @@ pub(crate) fn decode_chunk(
     }
 }
 
-/// The elements packed in a register.
+/// Returns the elements packed in a register.
 pub(crate) fn decode_word(word: u32, element: Element, small: &[[f32; 256]; 2]) -> [f32; 4] {
     let [a, b, c, d] = word.to_le_bytes();
     match element {
@@ -139,11 +138,11 @@ pub(crate) fn decode_word(word: u32, element: Element, small: &[[f32; 256]; 2]) 
     }
 }
 
-/// `rows x inner` times `inner x columns`, both row by row.
+/// Multiplies `rows x inner` by `inner x columns`, both stored row by row.
 pub(crate) fn multiply(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Vec<f32> {
     let rows = a.len() / inner;
     let mut d = vec![0.0f32; rows * columns];
-    // Four inner rows at a time: the sums are read and written a quarter as often.
+    // Four inner rows at a time, so that the sums are read and written a quarter as often.
     for (a, d) in a.chunks_exact(inner).zip(d.chunks_exact_mut(columns)) {
         for (a, b) in a.chunks(4).zip(b.chunks(4 * columns)) {
             if let [a0, a1, a2, a3] = *a {
@@ -166,21 +165,23 @@ pub(crate) fn multiply(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Ve
     d
 }
 
-/// What lies this many bits below the largest exponent is still added, and what lies this many below
-/// the sum's own is still kept.
+/// The number of fraction bits kept: of each term below the largest exponent among the terms, and
+/// of the sum below its own exponent.
 const NARROW_BITS: i32 = 13;
 
-/// The exponent of the smallest normal number of `e4m3`; those below it have the same.
+/// The exponent of the smallest normal number of `e4m3`, which subnormals share.
 const LEAST_EXPONENT: i32 = -6;
 
-/// The sum of `old` and the products of a step, as Hopper's `wgmma` adds products of 8-bit numbers.
+/// Returns the sum of `old` and the products of a step, as Hopper's `wgmma` accumulates products of
+/// 8-bit numbers.
 ///
-/// The products and the accumulator are aligned to the largest exponent among them, each is cut behind
-/// 13 bits of fraction, and so is their sum. A product's exponent is the sum of its factors': it counts
-/// before `1.5 * 1.5` carries. This is what MMA-Sim (arXiv 2511.10909) found bit for bit on Hopper; the
-/// report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) had it first, without the cut of the sum. With it, a
-/// few rows of FlashAttention-3's loop have relative errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and
-/// 128k keys, where an H200 had 0.59e-2, 0.11 and 0.46.
+/// The products and the accumulator are aligned to the largest exponent among them, each is
+/// truncated after 13 bits of fraction, and so is their sum. A product's exponent is the sum of
+/// those of its factors, before the carry of a product such as `1.5 * 1.5`. This is what MMA-Sim
+/// (arXiv 2511.10909) found bit for bit on Hopper; the report on DeepSeek-V3 (arXiv 2412.19437,
+/// 3.5.2) described it first, without the truncation of the sum. With this model, a few rows of
+/// FlashAttention-3's loop have relative errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and 128k
+/// keys, where an H200 had 0.59e-2, 0.11 and 0.46.
 ///
 /// ```
 /// # use flashcore_sim::narrow_sum;
@@ -195,7 +196,7 @@ pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -
     let old = f64::from(old);
     let products = factors.clone().map(|(a, b)| f64::from(a) * f64::from(b));
     let exact = products.clone().fold(old, |sum, product| sum + product);
-    // Not a number or infinite: there is nothing to align.
+    // There is nothing to align if the sum is NaN or infinite.
     if !exact.is_finite() {
         return exact as f32;
     }
@@ -209,12 +210,13 @@ pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -
     ((sum / grid).trunc() * grid) as f32
 }
 
-/// The last place that is kept beside an exponent.
+/// Returns the value of the last bit that is kept next to an exponent.
 fn unit(exponent: i32) -> f64 {
     f64::from(exponent.max(f32::MIN_EXP) - NARROW_BITS).exp2()
 }
 
-/// The same of matrices by rows: `old` plus `rows x inner` times `inner x columns`.
+/// Returns `old` plus `rows x inner` times `inner x columns`, all stored row by row, with each
+/// element accumulated as [`narrow_sum`] does.
 pub(crate) fn multiply_narrow(
     a: &[f32],
     b: &[f32],
@@ -232,7 +234,7 @@ pub(crate) fn multiply_narrow(
     d
 }
 
-/// The exponent of a normal number; of zero, one below all others.
+/// Returns the exponent of a normal number; that of zero is below all others.
 fn exponent(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7FF) as i32 - 1023
 }
@@ -254,7 +256,7 @@ mod tests {
 
     #[test]
     fn swizzled_rows_follow_the_tile_layout() {
-        // Two independent descriptions of the same thing must agree.
+        // The two independent descriptions of the layout must agree.
         for swizzle in Swizzle::ALL {
             let columns = swizzle.width() / 2;
             let layout = ptx::TileLayout { element: Element::F16, rows: 64, columns, swizzle };
@@ -275,26 +277,27 @@ mod tests {
         }
     }
 
-    /// What is small beside the accumulator is lost, whole or in part.
+    /// Terms that are small next to the accumulator are lost, in whole or in part.
     #[test]
     fn narrow_sums_lose_what_is_small() {
         let (one, inner) = ([1.0; 32], 32);
         let sum = |b: f32, old: f32| multiply_narrow(&one, &[b; 32], &[old], inner, 1)[0];
         assert_eq!(sum(1.0, 0.0), 32.0);
         assert_eq!(sum(1.0, 1024.0), 1056.0);
-        // A unit of 2^(14 - 13) = 2 leaves nothing of 1.5, and 2 of 3.
+        // A last place of 2^(14 - 13) = 2 leaves nothing of 1.5, and 2 of 3.
         assert_eq!(sum(1.5, 16384.0), 16384.0);
         assert_eq!(sum(3.0, 16384.0), 16384.0 + 64.0);
         assert_eq!(sum(-3.0, 16384.0), 16384.0 - 64.0);
         assert_eq!(sum(0.0, 0.0), 0.0);
-        // The sum is cut as its parts are: 100 has an exponent of 6, and 2^-8 lies 14 below it.
+        // The sum is truncated like its terms: 100 has an exponent of 6, and 2^-8 lies 14 bits
+        // below it.
         assert_eq!(sum(3.125, 0.00390625), 100.0);
         assert_eq!(sum(3.125, 0.0078125), 100.0 + 0.0078125);
         // Factors of 1.5 have an exponent of zero, and so has their product: 2^-13 is still added.
         let tail = 2.0f32.powi(-13);
         assert_eq!(narrow_sum(tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
         assert_eq!(narrow_sum(tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
-        // Below the normal numbers of e4m3 exponents are all the same.
+        // Subnormals of e4m3 all have the same exponent.
         let tiny = 2.0f32.powi(-9);
         let beside = |old: f32| narrow_sum(old, [(tiny, tiny)].into_iter());
         assert_eq!(beside(2.0f32.powi(-25)), tiny * tiny + 2.0f32.powi(-25));

@@ -1,14 +1,14 @@
-//! A timeline that opens in Perfetto or Chrome: warps, copies, tensor cores.
+//! Timelines of warps, copies and tensor cores, which open in Perfetto or Chrome.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-/// What happened when, on the clock of a simple cost model.
+/// A timeline in cycles of a simple cost model.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
     spans: Vec<Span>,
-    /// The span in which each warp is running.
+    /// The index of the last running span of each warp, which later turns extend.
     running: BTreeMap<(u32, u32), usize>,
 }
 
@@ -23,25 +23,25 @@ pub enum Track {
     TensorCores,
 }
 
-/// One stretch of time on a row.
+/// A time span on a row.
 #[derive(Clone, Debug)]
 pub struct Span {
     /// The block's index in the grid.
     pub block: u32,
-    /// The row.
+    /// The row of the timeline.
     pub track: Track,
-    /// What was going on.
+    /// A label of the activity.
     pub name: String,
     /// The first cycle.
     pub start: u64,
     /// The cycle after the last.
     pub end: u64,
-    /// Whether it is a warp that runs, rather than waits.
+    /// Whether the span shows a warp running, rather than a wait, a copy or a product.
     pub runs: bool,
 }
 
 impl Trace {
-    /// Adds a span; a warp that goes on running makes its last one longer.
+    /// Adds a span, or extends the last one of a warp that goes on running.
     pub(crate) fn push(&mut self, span: Span) {
         if let Track::Warp(warp) = span.track {
             let key = (span.block, warp);
@@ -61,12 +61,12 @@ impl Trace {
         self.spans.push(span);
     }
 
-    /// Every span, in the order they were recorded.
+    /// Returns every span, in the order they were recorded.
     pub fn spans(&self) -> &[Span] {
         &self.spans
     }
 
-    /// The timeline in the Chrome trace format: a cycle is a microsecond there.
+    /// Returns the timeline in the Chrome trace format, with a cycle as a microsecond.
     pub fn to_json(&self) -> String {
         let mut events = Vec::new();
         let mut rows: Vec<(u32, Track)> = self.spans.iter().map(|s| (s.block, s.track)).collect();

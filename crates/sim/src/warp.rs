@@ -1,4 +1,5 @@
-//! One warp: its registers, its place in the code, its active lanes.
+//! The state of one warp: its registers, its program counter, its active lanes, and what it waits
+//! for.
 
 use ptx::{Operand, Register};
 
@@ -11,46 +12,46 @@ pub(crate) type Word = [u32; 32];
 /// A 64-bit value in each lane.
 pub(crate) type Wide = [u64; 32];
 
-/// A point where lanes come together again.
+/// A reconvergence point on a warp's stack.
 #[derive(Clone, Debug)]
 pub(crate) enum Frame {
-    /// A branch; `waiting` is the side not yet taken.
+    /// A branch; `waiting` is the side not yet executed, as its lanes and its first step.
     Branch { restore: u32, waiting: Option<(u32, usize)>, end: usize },
     /// A loop that lanes have left or will leave.
     Loop { restore: u32, end: usize },
 }
 
-/// What a warp is doing.
+/// The scheduling state of a warp.
 #[derive(Clone, Debug)]
 pub(crate) enum State {
     Ready,
-    /// It asked for something that was not there and will ask again; the
-    /// number says how far the world was then.
+    /// The warp polled for something that had not happened yet and will poll again; the number is
+    /// [`World::progress`](crate::machine::World::progress) at that time.
     Polling(u64),
     Blocked(Wait),
     Done,
 }
 
-/// What a warp waits for.
+/// The condition that a blocked warp waits for.
 #[derive(Clone, Debug)]
 pub(crate) enum Wait {
-    /// Phases of memory barriers: address, parity, lanes.
+    /// Phases of mbarriers: address, parity, lanes.
     Mbarrier(Vec<(u32, u32, u32)>),
-    /// A named barrier's next generation.
+    /// The next generation of a named barrier.
     Named { barrier: u32, generation: u64 },
-    /// The cluster's barrier's next generation.
+    /// The next generation of the cluster barrier.
     Cluster { generation: u64 },
-    /// Products up to this number.
+    /// The products up to this number.
     Products { until: u64 },
-    /// Asynchronous copies: of each lane, its own up to a clock.
+    /// `cp.async`s; `waited` is the clock up to which each lane waits for its own.
     Copies { operations: Vec<u64>, waited: Vec<(u32, u32)> },
-    /// Bulk stores; `read_only` until they have read their source.
+    /// Bulk stores; with `read_only`, only until they have read their source.
     Stores { operations: Vec<u64>, clock: u32, read_only: bool },
-    /// Registers from the pool.
+    /// Free registers of the block.
     Registers { count: u32 },
 }
 
-/// Asynchronous operations in groups, which each lane closes by itself.
+/// Asynchronous operations in commit groups, which each lane commits by itself.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Groups {
     committed: Vec<u32>,
@@ -62,13 +63,13 @@ pub(crate) struct Groups {
 struct GroupEntry {
     operation: u64,
     clock: u32,
-    /// The group of each lane that has part in it.
+    /// The commit group of each lane that takes part in the operation.
     lanes: Vec<(u32, u32)>,
     read_waited: bool,
 }
 
 impl Groups {
-    /// Adds an operation that these lanes issued; gives its clock.
+    /// Adds an operation that these lanes issued and returns its clock.
     pub(crate) fn issue(&mut self, operation: u64, lanes: u32) -> u32 {
         self.committed.resize(32, 0);
         self.clock += 1;
@@ -85,8 +86,8 @@ impl Groups {
         }
     }
 
-    /// The operations that these lanes wait for, and the clock up to which
-    /// they then know the stream.
+    /// Returns the operations that these lanes wait for, and the clock up to which the stream is
+    /// over then.
     pub(crate) fn wait(&mut self, lanes: u32, pending: u32, read_only: bool) -> (Vec<u64>, u32) {
         self.committed.resize(32, 0);
         let (mut operations, mut clock) = (Vec::new(), 0);
@@ -108,7 +109,8 @@ impl Groups {
         (operations, clock)
     }
 
-    /// Of each of these lanes, the clock up to which its own operations are over after a wait.
+    /// Returns, for each of these lanes, the clock up to which its own operations are over after a
+    /// wait.
     pub(crate) fn waited(&self, lanes: u32, pending: u32) -> Vec<(u32, u32)> {
         let reach = |lane: u32| {
             let committed = self.committed.get(lane as usize).copied().unwrap_or(0);
@@ -120,44 +122,48 @@ impl Groups {
         lanes_of(lanes).map(reach).collect()
     }
 
-    /// Operations of these lanes so far.
+    /// Returns the operations that a lane takes part in and that not all of their lanes have waited
+    /// for.
     pub(crate) fn of_lane(&self, lane: u32) -> Vec<u64> {
         let mine = self.entries.iter().filter(|e| e.lanes.iter().any(|(l, _)| *l == lane));
         mine.map(|e| e.operation).collect()
     }
 
-    /// Whether an operation's source may still be read for all anyone knows.
+    /// Returns whether there is an operation whose lanes have not all waited until it has read its
+    /// source.
     pub(crate) fn never_waited(&self) -> bool {
         self.entries.iter().any(|entry| !entry.read_waited)
     }
 }
 
-/// What the checked mode remembers of a warp's registers.
+/// The state of a warp's registers in checked mode.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RegisterShadow {
-    /// Lanes that have written each.
+    /// For each register, the lanes that have written it.
     pub(crate) written: Vec<u32>,
-    /// The last product that accumulates into each, and the one that reads it.
+    /// For each register, the number of the last product that accumulates into it, and of the last
+    /// product that reads it as an operand.
     pub(crate) accumulating: Vec<u64>,
     pub(crate) operand: Vec<u64>,
-    /// The number of fences before each was last touched, plus one, and the step.
+    /// For each register, the number of `wgmma.fence`s before it was last touched, plus one, and
+    /// the step that touched it.
     pub(crate) touched: Vec<(u32, u32)>,
     pub(crate) fences: u32,
     /// The step of each product issued so far.
     pub(crate) product_steps: Vec<usize>,
 }
 
-/// A warp.
+/// The state of a warp.
 #[derive(Debug)]
 pub(crate) struct Warp<'a> {
     pub(crate) code: &'a Code,
-    /// Its index in the cluster.
+    /// The warp's index in the cluster.
     pub(crate) index: usize,
-    /// Its block's index in the cluster.
+    /// The index of the warp's block in the cluster.
     pub(crate) block: usize,
-    /// Its index in the block.
+    /// The warp's index in its block.
     pub(crate) in_block: u32,
-    /// Its warpgroup's index in the cluster.
+    /// The index of the warp's warpgroup in the cluster.
     pub(crate) group: usize,
     pub(crate) pc: usize,
     pub(crate) active: u32,
@@ -166,24 +172,24 @@ pub(crate) struct Warp<'a> {
     words: Vec<Word>,
     wides: Vec<Wide>,
     predicates: Vec<u32>,
-    /// Cycles it has taken, in the cost model.
+    /// The cycles that the warp has taken, in the cost model.
     pub(crate) time: u64,
-    /// When it began to wait, for the timeline.
+    /// The cycle at which it began to wait, for the timeline.
     pub(crate) waiting_since: u64,
     pub(crate) copies: Groups,
     pub(crate) stores: Groups,
-    /// Products issued, and how many of them were at each open commit.
+    /// The number of products issued, and that number at each commit not yet waited for.
     pub(crate) products: u64,
     pub(crate) commits: Vec<u64>,
-    /// Products known to be finished.
+    /// The number of products that have been waited for.
     pub(crate) products_waited: u64,
     pub(crate) cluster_arrived: Option<u64>,
     pub(crate) registers: u32,
     pub(crate) budgets: Vec<u32>,
     pub(crate) clock: WarpClock,
-    /// What was known at the last fence, and its scope, for relaxed accesses after it.
+    /// What was known at the last fence, and its scope: relaxed accesses after it release this.
     pub(crate) fenced: Option<(Knowledge, ptx::Scope)>,
-    /// What relaxed loads saw, for the next fence.
+    /// The lanes and releases of relaxed loads, which the next fence acquires.
     pub(crate) unfenced: Vec<(u32, Vec<Release>)>,
     pub(crate) shadow: RegisterShadow,
 }
@@ -292,13 +298,13 @@ impl<'a> Warp<'a> {
         *destination = (*destination & !active) | (value & active);
     }
 
-    /// All lanes of a register at once, whichever are active.
+    /// Returns all lanes of a register, whichever are active.
     pub(crate) fn word_mut(&mut self, register: Register) -> &mut Word {
         let slot = self.slot(register);
         &mut self.words[slot]
     }
 
-    /// The addresses that each lane gives.
+    /// Returns the address that each lane gives.
     pub(crate) fn shared_addresses(&self, address: ptx::Address) -> Word {
         self.word_of(address.base).map(|base| base.wrapping_add(address.offset as u32))
     }
@@ -309,7 +315,8 @@ impl<'a> Warp<'a> {
 
     // ---- control flow -------------------------------------------------------------
 
-    /// Splits the active lanes; of two sides, `second_first` is the order.
+    /// Splits the active lanes at a branch. If both sides have lanes, `second_first` says which
+    /// side runs first.
     pub(crate) fn branch(&mut self, taken: u32, otherwise: usize, end: usize, second_first: bool) {
         let restore = self.active;
         let (first, second) = (restore & taken, restore & !taken);
@@ -325,7 +332,7 @@ impl<'a> Warp<'a> {
         self.frames.push(Frame::Branch { restore, waiting, end });
     }
 
-    /// Lanes leave the innermost loop.
+    /// Removes lanes from the innermost loop.
     pub(crate) fn leave_loop(&mut self, leaving: u32) {
         self.active &= !leaving;
         for frame in self.frames.iter_mut().rev() {
@@ -341,7 +348,8 @@ impl<'a> Warp<'a> {
         }
     }
 
-    /// The end of a side, or no lane left on it: on to where lanes are.
+    /// Goes on to the next place with active lanes, at the end of a side or when no lane is left on
+    /// it.
     pub(crate) fn unwind(&mut self) {
         while let Some(frame) = self.frames.last_mut() {
             match frame {
@@ -363,7 +371,7 @@ impl<'a> Warp<'a> {
         }
     }
 
-    /// Whether a product that accumulates into this register may be unfinished.
+    /// Returns whether a product that accumulates into this register may be unfinished.
     pub(crate) fn is_accumulating(&self, register: Register) -> bool {
         self.shadow.accumulating[register.0 as usize] > self.products_waited
     }
@@ -373,7 +381,7 @@ impl<'a> Warp<'a> {
     }
 }
 
-/// The lanes of a mask, lowest first.
+/// Returns the lanes of a mask, lowest first.
 #[inline]
 pub(crate) fn lanes_of(mut mask: u32) -> impl Iterator<Item = u32> {
     std::iter::from_fn(move || {

@@ -1,4 +1,5 @@
-//! Random compositions of the ready-made rules, with the tensors that they load from.
+//! Random compositions of the ready-made mask and score functions, with the tensors that they load
+//! from.
 
 use flashcore::function::{Function, HostTensor, Stored, rules};
 use flashcore::random::mix;
@@ -6,18 +7,18 @@ use flashcore::{Mask, Problem, Scores};
 
 use crate::dice::Dice;
 
-/// A mask and a score, of rules joined at random.
+/// A mask and a score, composed of ready-made functions at random.
 #[derive(Debug, Clone)]
 pub struct Composition {
-    /// The mask; in some there is none.
+    /// The mask, if the composition has one.
     pub mask: Option<Function>,
-    /// The score; in some there is none.
+    /// The score, if the composition has one.
     pub score: Option<Function>,
-    /// What they load from.
+    /// The tensors that the functions load from.
     pub tensors: Vec<HostTensor>,
 }
 
-/// Every mask that is ready-made, for problems of some tens of positions.
+/// Returns every ready-made mask, with parameters for problems of some tens of positions.
 pub fn masks() -> Vec<Function> {
     vec![
         rules::causal(),
@@ -33,7 +34,7 @@ pub fn masks() -> Vec<Function> {
     ]
 }
 
-/// Every score that is ready-made.
+/// Returns every ready-made score.
 pub fn scores() -> Vec<Function> {
     vec![
         rules::softcap(1.5),
@@ -46,7 +47,8 @@ pub fn scores() -> Vec<Function> {
 }
 
 impl Composition {
-    /// The composition of a seed, for a problem of these sequences, query heads, queries and keys.
+    /// Returns the composition of a seed. `sizes` are the numbers of sequences, query heads,
+    /// queries and keys of the problem.
     ///
     /// ```
     /// use flashcore_testing::composition::Composition;
@@ -56,7 +58,7 @@ impl Composition {
     /// ```
     pub fn of(seed: u64, sizes: [usize; 4]) -> Self {
         let mut dice = Dice::new(seed);
-        // One of them at least.
+        // At least one of the two is present.
         let masks_count = dice.below(4);
         let scores_count = dice.below(3).max(usize::from(masks_count == 0));
         let mask = joined(&mut dice, &masks(), masks_count, &[Function::and, Function::or]);
@@ -64,7 +66,7 @@ impl Composition {
         Composition { mask, score, tensors: tensors_of(mask.into_iter().chain(score), sizes) }
     }
 
-    /// A problem with these.
+    /// Returns the problem with this mask and this score.
     pub fn over(&self, problem: Problem) -> Problem {
         let problem = match self.mask {
             Some(mask) => problem.with_mask(Mask::NONE.with_function(mask)),
@@ -77,10 +79,10 @@ impl Composition {
     }
 }
 
-/// How two functions become one.
+/// A way to combine two functions into one.
 type Join = fn(Function, Function) -> Result<Function, String>;
 
-/// So many functions joined at random.
+/// Combines `count` random functions of `all`, each time in a random way of `how`.
 fn joined(dice: &mut Dice, all: &[Function], count: usize, how: &[Join]) -> Option<Function> {
     let mut joined: Option<Function> = None;
     for _ in 0..count {
@@ -91,7 +93,8 @@ fn joined(dice: &mut Dice, all: &[Function], count: usize, how: &[Join]) -> Opti
     joined
 }
 
-/// Tensors for ready-made rules, for so many sequences, query heads, queries and keys.
+/// Returns the tensors that ready-made functions load from, for the given numbers of sequences,
+/// query heads, queries and keys.
 pub fn tensors_of(
     functions: impl Iterator<Item = Function>,
     [batch, heads, queries, keys]: [usize; 4],
@@ -107,7 +110,7 @@ pub fn tensors_of(
         let values: Vec<i32> = (0..extents.iter().product::<usize>()).map(of).collect();
         HostTensor::integers(name, &values, extents)
     };
-    // Documents of unequal lengths, other ones in each sequence.
+    // Documents of unequal lengths, different in each sequence.
     let document = move |it: usize| (it % keys + 5 * (it / keys)) / 13;
     let start = move |it: usize| {
         (0..keys).find(|key| document(it / keys * keys + key) == document(it)).unwrap_or(0) as i32
@@ -125,7 +128,7 @@ pub fn tensors_of(
     all.push(HostTensor::new("tree", Stored::U8, &[tree.0, tree.1], bytes));
     let truths: Vec<bool> = (0..batch * queries * keys).map(|it| whole(it, 3) > 0).collect();
     let extents = [batch, heads, queries, keys];
-    // Shared by heads, and by sequences.
+    // Strides of 0 share `seen` between heads, and `bias` between sequences.
     let of_heads = [queries * keys, 0, keys, 1];
     all.push(HostTensor::truths("seen", &truths, &extents).with_strides(&of_heads));
     let bias: Vec<f32> = (0..heads * queries * keys).map(part).collect();

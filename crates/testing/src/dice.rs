@@ -1,4 +1,4 @@
-//! Sequences and caches at random, under a seed.
+//! Random sequences, caches and choices, determined by a seed.
 
 use flashcore::random::mix;
 use flashcore::serving::{Pages, Placement};
@@ -6,7 +6,7 @@ use flashcore::{Error, Shape};
 
 const PAGE_SIZES: [usize; 8] = [1, 4, 16, 48, 64, 64, 128, 256];
 
-/// Numbers under a seed, one after the other.
+/// A sequence of random numbers, determined by a seed.
 pub(crate) struct Dice(u64);
 
 impl Dice {
@@ -27,7 +27,7 @@ impl Dice {
         self.below(chances) == 0
     }
 
-    /// The numbers below `count` in another order.
+    /// Returns the numbers below `count` in a random order.
     pub(crate) fn shuffled(&mut self, count: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..count).collect();
         for index in (1..count).rev() {
@@ -36,7 +36,7 @@ impl Dice {
         order
     }
 
-    /// A cache for sequences of these lengths, in pages or batch entries in an order of their own.
+    /// Returns a cache for sequences of these lengths, in pages or batch entries in random order.
     pub(crate) fn cache(
         &mut self,
         lengths: Vec<usize>,
@@ -53,7 +53,7 @@ impl Dice {
         self.paged(lengths, size, room, heads, dim)
     }
 
-    /// Sequences in batch entries in an order of their own, with one of nobody.
+    /// Places sequences in batch entries in random order; one entry belongs to no sequence.
     pub(crate) fn entries(
         &mut self,
         lengths: Vec<usize>,
@@ -66,7 +66,7 @@ impl Dice {
         (Placement::entries(lengths, entries), Shape::new(batch + 1, room, heads, dim))
     }
 
-    /// Sequences in pages in an order of their own, with some of nobody.
+    /// Places sequences in pages in random order; some pages belong to no sequence.
     pub(crate) fn paged(
         &mut self,
         lengths: Vec<usize>,
@@ -80,7 +80,7 @@ impl Dice {
         let pages = count + 3;
         let mut table: Vec<u32> =
             self.shuffled(pages)[..count].iter().map(|page| *page as u32).collect();
-        // Pages beyond a sequence's end are nonsense.
+        // Page-table entries beyond the end of a sequence are invalid page numbers.
         for (row, length) in table.chunks_mut(columns).zip(&lengths) {
             row[length.div_ceil(size)..].fill(u32::MAX - 7);
         }
@@ -88,7 +88,8 @@ impl Dice {
         Ok((Placement::paged(lengths, Pages::new(size, columns, table)?), shape))
     }
 
-    /// Rows of so many for each sequence, packed or in a batch entry for each.
+    /// Places `counts[i]` rows of sequence `i`, either packed or with a batch entry for each
+    /// sequence.
     pub(crate) fn rows(
         &mut self,
         counts: &[usize],

@@ -1,10 +1,11 @@
-//! Whether FlashCore is right: with a GPU, against the true answer; without one, in the simulator.
+//! Correctness tests of FlashCore: on a GPU against a reference in `f64`, and without one in the
+//! simulator.
 //!
-//! Nothing here is part of what a user of the library depends on. It stands above the library and
-//! the simulator, and serves the tests, the commands `check`, `sim` and `gate`, and the harness.
+//! Users of the library do not depend on this crate. It builds on the library and the simulator,
+//! and serves the tests, the commands `check`, `sim` and `gate`, and the harness.
 //!
-//! Whether a result is right is a matter of rule, not of taste: see [`verdict`]. The rule needs the
-//! true answer ([`mod@reference`]) and unkind problems ([`check::cases`]):
+//! A fixed rule decides whether a result is right: see [`verdict`]. The rule needs the true answer
+//! ([`mod@reference`]) and adversarial problems ([`check::cases`]):
 //!
 //! ```
 //! use flashcore::{CpuBackend, DType};
@@ -18,8 +19,8 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
-//! A [`scene`] needs no GPU: it is a kernel with its inputs and what must come out of it, for the
-//! simulator to run under any number of hostile schedules.
+//! A [`scene`] needs no GPU: it is a kernel with its inputs and the expected results, which the
+//! simulator can run under any number of hostile schedules.
 //!
 //! # Where to look
 //!
@@ -28,12 +29,12 @@
 //! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision |
 //! | [`verdict`] | the rule by which a result passes or fails |
 //! | [`check`] | cases, and running every kernel of a back end on them |
-//! | [`check::cases`] | problems that are not kind to kernels |
+//! | [`check::cases`] | adversarial problems |
 //! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
 //! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
-//! | [`small`] | configurations of kernels that are soon simulated |
-//! | [`composition`] | random masks and scores of ready-made rules |
-//! | [`mutant`] | the kernels with a mistake in them, which somebody must notice |
+//! | [`small`] | small configurations of kernels, which simulate fast |
+//! | [`composition`] | random compositions of the ready-made masks and scores |
+//! | [`mutant`] | kernels with one deliberate mistake, which some check must notice |
 //!
 //! The tests themselves are in `tests`: `kernels` runs every kernel in the simulator,
 //! `differential` the same scenes on a GPU too, the others run the library's back ends.

@@ -1,4 +1,4 @@
-//! The Rust in the pages of `docs/`, as tests of documentation.
+//! The Rust examples in the pages of `docs/`, run as doc tests.
 
 #[doc = include_str!("../../../docs/serving.md")]
 struct Serving;

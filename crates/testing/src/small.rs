@@ -1,5 +1,5 @@
-//! Small configurations with every part that their families have, for tests and mutants: what is
-//! shipped has larger tiles.
+//! Small configurations that have every feature of their family, for tests and mutants. The shipped
+//! configurations have larger tiles.
 
 use kernels::decode::Splits;
 use kernels::forward::every_tuned;
@@ -7,7 +7,7 @@ use kernels::product::Source;
 use kernels::{Batch, Cache, Decode, Forward, Mma, Rules};
 use ptx::{Element, Target};
 
-/// Attention on Hopper; what is not named is as shipped.
+/// Returns a forward kernel for Hopper; fields not listed are as shipped.
 pub fn forward() -> Forward {
     Forward {
         element: Element::BF16,
@@ -23,7 +23,7 @@ pub fn forward() -> Forward {
     }
 }
 
-/// Attention with `mma.sync`.
+/// Returns an attention kernel that uses `mma.sync`.
 pub fn mma() -> Mma {
     Mma {
         target: Target::SM_80,
@@ -43,7 +43,7 @@ pub fn mma() -> Mma {
     }
 }
 
-/// Attention of few queries over a cache.
+/// Returns a decode kernel: few queries over a cache.
 pub fn decode() -> Decode {
     Decode {
         target: Target::SM_80,

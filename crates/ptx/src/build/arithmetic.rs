@@ -1,4 +1,5 @@
-//! Arithmetic that has no operator: fused, packed, transcendental, across lanes.
+//! Arithmetic without a Rust operator: fused, packed and transcendental operations, conversions,
+//! and exchanges between the lanes of a warp.
 
 use super::Builder;
 use crate::{
@@ -16,7 +17,7 @@ impl Fused for U32 {}
 impl Fused for S32 {}
 impl Fused for U64 {}
 
-/// Packed pairs that two `f32` can be rounded into.
+/// Packed pair types into which two `f32` can be rounded.
 pub trait Pair: Scalar {}
 impl Pair for F16x2 {}
 impl Pair for BF16x2 {}
@@ -25,7 +26,7 @@ impl Pair for E5M2x2 {}
 
 /// Scalars made of two halves that are scalars too.
 pub trait Splits: Scalar {
-    /// One half.
+    /// The type of each half.
     type Half: Scalar;
 }
 impl Splits for U64 {
@@ -60,7 +61,7 @@ impl Builder {
         dst
     }
 
-    /// `a * b + c`, rounded once.
+    /// Computes `a * b + c`, rounded once.
     #[track_caller]
     pub fn fma<T: Fused>(
         &mut self,
@@ -74,7 +75,7 @@ impl Builder {
         dst
     }
 
-    /// The upper half of a product of two 32-bit numbers.
+    /// Computes the upper 32 bits of the product of two 32-bit numbers.
     #[track_caller]
     pub fn multiply_high(
         &mut self,
@@ -88,7 +89,7 @@ impl Builder {
         dst
     }
 
-    /// The whole product of two 32-bit numbers.
+    /// Computes the 64-bit product of two 32-bit numbers.
     #[track_caller]
     pub fn multiply_wide(
         &mut self,
@@ -101,13 +102,13 @@ impl Builder {
         dst
     }
 
-    /// How many bits are set.
+    /// Counts the bits that are set.
     #[track_caller]
     pub fn population_count(&mut self, a: impl Into<Value<U32>>) -> Reg<U32> {
         self.unary(UnaryOperation::PopulationCount, a)
     }
 
-    /// The lower and the upper half.
+    /// Splits a register into its lower and its upper half.
     #[track_caller]
     pub fn split<T: Splits>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
         let (low, high) = (self.register::<T::Half>(), self.register::<T::Half>());
@@ -119,7 +120,7 @@ impl Builder {
         [low, high]
     }
 
-    /// Two halves, the lower one first, as one.
+    /// Joins two halves, the lower one first, into one register.
     #[track_caller]
     pub fn join<T: Splits>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
         let whole = self.register::<T>();
@@ -128,8 +129,8 @@ impl Builder {
         whole
     }
 
-    /// Four bytes picked out of the eight of `a` (0 to 3) and `b` (4 to 7), one nibble of the
-    /// selector each, the lowest first.
+    /// Picks four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), each by one nibble of the
+    /// selector, the lowest first.
     #[track_caller]
     pub fn permute_bytes(
         &mut self,
@@ -144,25 +145,25 @@ impl Builder {
         dst
     }
 
-    /// `2^a`.
+    /// Computes `2^a`.
     #[track_caller]
     pub fn exp2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
         self.unary(UnaryOperation::Exp2, a)
     }
 
-    /// `2^a` of both halves.
+    /// Computes `2^a` of both halves.
     #[track_caller]
     pub fn exp2_packed<T: PackedHalf>(&mut self, a: Reg<T>) -> Reg<T> {
         self.unary(UnaryOperation::Exp2, a)
     }
 
-    /// The binary logarithm.
+    /// Computes the binary logarithm.
     #[track_caller]
     pub fn log2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
         self.unary(UnaryOperation::Log2, a)
     }
 
-    /// `a / b`, rounded to nearest even; some ten instructions.
+    /// Computes `a / b`, rounded to nearest even; about ten instructions.
     #[track_caller]
     pub fn divide_rounded(&mut self, a: Reg<F32>, b: Reg<F32>) -> Reg<F32> {
         let dst = self.register::<F32>();
@@ -172,37 +173,37 @@ impl Builder {
         dst
     }
 
-    /// `1 / a`.
+    /// Computes `1 / a`.
     #[track_caller]
     pub fn reciprocal(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
         self.unary(UnaryOperation::Reciprocal, a)
     }
 
-    /// `|a|`.
+    /// Computes `|a|`.
     #[track_caller]
     pub fn absolute<T: Scalar>(&mut self, a: impl Into<Value<T>>) -> Reg<T> {
         self.unary(UnaryOperation::Absolute, a)
     }
 
-    /// The sums of both halves.
+    /// Adds both halves.
     #[track_caller]
     pub fn add_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
         self.both_halves(BinaryOperation::Add, a, b)
     }
 
-    /// The products of both halves.
+    /// Multiplies both halves.
     #[track_caller]
     pub fn multiply_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
         self.both_halves(BinaryOperation::Multiply, a, b)
     }
 
-    /// The larger of both halves.
+    /// Takes the maximum of each half.
     #[track_caller]
     pub fn maximum_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
         self.both_halves(BinaryOperation::Maximum, a, b)
     }
 
-    /// Two numbers rounded into one register.
+    /// Rounds two numbers into one packed register.
     #[track_caller]
     pub fn pack<T: Pair>(
         &mut self,
@@ -215,7 +216,7 @@ impl Builder {
         dst
     }
 
-    /// The two numbers of a packed register, exactly.
+    /// Converts both numbers of a packed register to `f32`, exactly.
     #[track_caller]
     pub fn unpack<T: PackedHalf>(&mut self, pair: Reg<T>) -> [Reg<F32>; 2] {
         use crate::Expression;
@@ -235,7 +236,7 @@ impl Builder {
         }
     }
 
-    /// An `f32` rounded to `f16`.
+    /// Rounds an `f32` to `f16`.
     #[track_caller]
     pub fn round_to_f16(&mut self, a: impl Into<Value<F32>>) -> Reg<F16> {
         use crate::Expression;
@@ -243,7 +244,7 @@ impl Builder {
         self.eval(a.convert::<F16>())
     }
 
-    /// An `f32` rounded to `bf16`, also where no instruction does it.
+    /// Rounds an `f32` to `bf16`, in software on targets without an instruction for it.
     #[track_caller]
     pub fn round_to_bf16(&mut self, a: impl Into<Value<F32>>) -> Reg<BF16> {
         use crate::{Capability, Choose, Expression};
@@ -251,8 +252,8 @@ impl Builder {
         if self.target().has(Capability::Bf16) {
             return self.eval(a.convert::<BF16>());
         }
-        // To nearest even: add half of the last kept place, less one if it is
-        // even. NaN would carry into infinity, so it is set apart.
+        // Rounds to nearest even: adds half of the last kept place, less one unit if that place is
+        // even. The carry would turn a NaN into an infinity, so NaN is handled separately.
         let bits = self.eval(a.reinterpret::<U32>());
         let last = self.eval((bits >> 16) & 1);
         let rounded = self.eval((bits + 0x7FFF + last) >> 16);
@@ -267,14 +268,15 @@ impl Builder {
         low
     }
 
-    /// Two numbers rounded to `int8`, as [`Int8`](crate::Int8) has it: 16 bits, whatever their type
-    /// is called.
+    /// Rounds two numbers to `int8` as [`Int8`](crate::Int8) does and packs them into 16 bits. The
+    /// register's type is `F16` only because no 16-bit integer type exists.
     #[track_caller]
     pub fn pack_int8(&mut self, low: Reg<F32>, high: Reg<F32>) -> Reg<F16> {
         use crate::float8::{Int8, ROUND_TO_INTEGER};
         use crate::{Choose, Expression};
         let [low, high] = [low, high].map(|number| {
-            // The bounds also keep the addition apart from a multiplication before it.
+            // The bounds also keep the assembler from contracting the addition with a preceding
+            // multiplication.
             let bounded = number.maximum(-Int8::LARGEST).minimum(Int8::LARGEST);
             let rounded = self.eval((bounded + ROUND_TO_INTEGER).reinterpret::<U32>());
             self.eval(number.differs(number).choose::<U32>(0, rounded))
@@ -286,13 +288,13 @@ impl Builder {
 
     // ---- across the warp -------------------------------------------------------
 
-    /// The value of the lane whose index differs in the bits of `distance`.
+    /// Returns the value of the lane whose index is this lane's exclusive-ored with `distance`.
     #[track_caller]
     pub fn shuffle_butterfly<T: Scalar>(&mut self, value: Reg<T>, distance: u32) -> Reg<T> {
         self.shuffle(ShuffleMode::Butterfly, value, Operand::u32(distance))
     }
 
-    /// The value of lane `lane`.
+    /// Returns the value of lane `lane`.
     #[track_caller]
     pub fn shuffle_index<T: Scalar>(
         &mut self,
@@ -303,7 +305,7 @@ impl Builder {
         self.shuffle(ShuffleMode::Index, value, lane)
     }
 
-    /// The 64-bit value of lane `lane`, a half at a time.
+    /// Returns the 64-bit value of lane `lane`, shuffled as two halves.
     #[track_caller]
     pub fn shuffle_index_wide(&mut self, value: Reg<U64>, lane: impl Into<Value<U32>>) -> Reg<U64> {
         let [low, high] = self.split(value);
@@ -322,13 +324,13 @@ impl Builder {
         dst
     }
 
-    /// Whether the predicate holds in any lane of the warp.
+    /// Returns whether the predicate holds in any lane of the warp.
     #[track_caller]
     pub fn any(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<Pred> {
         self.vote(VoteMode::Any, predicate)
     }
 
-    /// Whether the predicate holds in all lanes of the warp.
+    /// Returns whether the predicate holds in all lanes of the warp.
     #[track_caller]
     pub fn all(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<Pred> {
         self.vote(VoteMode::All, predicate)
@@ -342,7 +344,7 @@ impl Builder {
         dst
     }
 
-    /// The lanes where the predicate holds, as bits.
+    /// Returns a mask of the lanes where the predicate holds.
     #[track_caller]
     pub fn ballot(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<U32> {
         let predicate = self.eval(predicate).register;
@@ -351,14 +353,14 @@ impl Builder {
         dst
     }
 
-    /// In how many lanes of the warp the predicate holds.
+    /// Counts the lanes of the warp where the predicate holds.
     #[track_caller]
     pub fn count_lanes(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<U32> {
         let lanes = self.ballot(predicate);
         self.population_count(lanes)
     }
 
-    /// True in one lane of the warp.
+    /// Returns a predicate that is true in exactly one lane of the warp.
     #[track_caller]
     pub fn elect(&mut self) -> Reg<Pred> {
         let dst = self.register();
@@ -366,8 +368,8 @@ impl Builder {
         dst
     }
 
-    /// A value reduced over groups of `lanes` neighbouring lanes (a power of
-    /// two), the result in each of them.
+    /// Reduces a value over groups of `lanes` neighbouring lanes (a power of two) with a butterfly;
+    /// every lane of the group receives the result.
     #[track_caller]
     pub fn reduce_lanes<T: Scalar>(
         &mut self,

@@ -1,4 +1,4 @@
-//! Barriers and fences.
+//! Synchronisation: block, warp, named and cluster barriers, `mbarrier` operations, and fences.
 
 use super::Builder;
 use crate::{
@@ -6,19 +6,19 @@ use crate::{
 };
 
 impl Builder {
-    /// All threads of the block arrive here.
+    /// Waits at barrier 0 for all threads of the block.
     #[track_caller]
     pub fn block_sync(&mut self) {
         self.push(Instruction::BarrierSync { barrier: crate::Operand::u32(0), threads: None });
     }
 
-    /// All lanes of the warp arrive here and see each other's writes.
+    /// Waits for all lanes of the warp, which then see each other's writes.
     #[track_caller]
     pub fn warp_sync(&mut self) {
         self.push(Instruction::WarpSync);
     }
 
-    /// `threads` threads arrive at named barrier `barrier`.
+    /// Waits at the named barrier `barrier` until `threads` threads have arrived.
     #[track_caller]
     pub fn barrier_sync(&mut self, barrier: impl Into<Value<U32>>, threads: u32) {
         let barrier = self.operand(barrier);
@@ -26,27 +26,28 @@ impl Builder {
         self.push(Instruction::BarrierSync { barrier, threads });
     }
 
-    /// Arrives at named barrier `barrier` of `threads` threads, without waiting.
+    /// Arrives at the named barrier `barrier` of `threads` threads without waiting.
     #[track_caller]
     pub fn barrier_arrive(&mut self, barrier: impl Into<Value<U32>>, threads: u32) {
         let barrier = self.operand(barrier);
         self.push(Instruction::BarrierArrive { barrier, threads: crate::Operand::u32(threads) });
     }
 
-    /// All threads of the cluster arrive here and see each other's writes.
+    /// Waits for all threads of the cluster, which then see each other's writes.
     #[track_caller]
     pub fn cluster_sync(&mut self) {
         self.push(Instruction::ClusterArrive { order: ClusterOrder::Release });
         self.push(Instruction::ClusterWait);
     }
 
-    /// Orders memory accesses.
+    /// Issues a fence.
     #[track_caller]
     pub fn fence(&mut self, fence: Fence) {
         self.push(Instruction::Fence(fence));
     }
 
-    /// The address in block `rank` of the cluster that matches one of ours.
+    /// Returns the address in block `rank` of the cluster that corresponds to a shared address of
+    /// this block.
     #[track_caller]
     pub fn map_shared(
         &mut self,
@@ -60,7 +61,7 @@ impl Builder {
         dst
     }
 
-    /// Waits until the phase of a memory barrier with this parity has ended.
+    /// Waits until the phase with this parity of an mbarrier has ended.
     #[track_caller]
     pub fn mbarrier_wait(
         &mut self,
@@ -73,7 +74,7 @@ impl Builder {
         self.push(Instruction::MbarrierWait { address, parity, scope });
     }
 
-    /// Arrives once at a memory barrier of this block.
+    /// Arrives once at an mbarrier of this block.
     #[track_caller]
     pub fn mbarrier_arrive(&mut self, barrier: impl Into<Value<SharedAddress>>) {
         let address = self.address(barrier);
@@ -81,7 +82,7 @@ impl Builder {
         self.push(Instruction::MbarrierArrive { space, address, count: None });
     }
 
-    /// Arrives once at a memory barrier of any block of the cluster.
+    /// Arrives once at an mbarrier of any block of the cluster.
     #[track_caller]
     pub fn mbarrier_arrive_remote(&mut self, barrier: impl Into<Value<ClusterAddress>>) {
         let address = self.address(barrier);
@@ -89,7 +90,7 @@ impl Builder {
         self.push(Instruction::MbarrierArrive { space, address, count: None });
     }
 
-    /// Arrives once, after adding `bytes` to what the phase waits for.
+    /// Adds `bytes` to the transaction count of an mbarrier's current phase, then arrives once.
     #[track_caller]
     pub fn mbarrier_arrive_expect(
         &mut self,

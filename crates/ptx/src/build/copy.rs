@@ -1,20 +1,20 @@
-//! Asynchronous copies.
+//! Asynchronous copies: `cp.async`, bulk copies and tensor copies (TMA).
 
 use super::{Builder, TensorMap};
 use crate::{CopyCache, GlobalAddress, Instruction, Reg, S32, SharedAddress, U32, U64, Value};
 
-/// What a bulk load may add to its plain form.
+/// Optional operands of a tensor load.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyHint {
-    /// The blocks of the cluster that receive the data, a bit each.
+    /// A mask of the blocks of the cluster that receive the data.
     pub multicast: Option<Reg<U32>>,
-    /// A policy for the second-level cache.
+    /// An L2 cache policy.
     pub policy: Option<Reg<U64>>,
 }
 
 impl Builder {
-    /// Copies 16 bytes from global to shared memory, or fills them with zeros
-    /// beyond the first `valid` bytes.
+    /// Copies 16 bytes from global to shared memory. With `valid`, only so many bytes are read and
+    /// the rest become zeros.
     #[track_caller]
     pub fn copy_async(
         &mut self,
@@ -25,7 +25,8 @@ impl Builder {
         self.copy_async_bytes(dst.into(), src.into(), valid, 16, CopyCache::L2Only);
     }
 
-    /// The same with 4 bytes.
+    /// Copies 4 bytes from global to shared memory. With `valid`, only so many bytes are read and
+    /// the rest become zeros.
     #[track_caller]
     pub fn copy_async_word(
         &mut self,
@@ -50,34 +51,33 @@ impl Builder {
         self.push(Instruction::CopyAsync { dst, src, bytes, source_bytes, cache });
     }
 
-    /// Closes the group of the thread's `copy_async`s since the last close.
+    /// Commits the thread's `copy_async`s since the last commit as a group.
     #[track_caller]
     pub fn copy_async_commit(&mut self) {
         self.push(Instruction::CopyAsyncCommit);
     }
 
-    /// Waits until at most `pending` of the thread's latest groups are under way.
-    /// What other threads copied is there when they have waited too.
+    /// Waits until at most `pending` of the thread's latest groups are in flight. Data copied by
+    /// other threads is only visible once those threads have waited too and a barrier orders them.
     #[track_caller]
     pub fn copy_async_wait(&mut self, pending: u32) {
         self.push(Instruction::CopyAsyncWait { pending });
     }
 
-    /// Closes the group of the thread's stores to tensors since the last close.
+    /// Commits the thread's bulk and tensor stores since the last commit as a group.
     #[track_caller]
     pub fn bulk_commit(&mut self) {
         self.push(Instruction::BulkCommit);
     }
 
-    /// Waits until at most `pending` of the thread's latest groups of stores to
-    /// tensors are unfinished.
+    /// Waits until at most `pending` of the thread's latest groups of bulk stores are unfinished.
     #[track_caller]
     pub fn bulk_wait(&mut self, pending: u32) {
         self.push(Instruction::BulkWait { pending, read_only: false });
     }
 
-    /// Waits until at most `pending` of them have yet to read shared memory,
-    /// which can then be written again.
+    /// Waits until at most `pending` of the thread's latest groups of bulk stores have yet to read
+    /// shared memory, which can then be overwritten.
     #[track_caller]
     pub fn bulk_wait_read(&mut self, pending: u32) {
         self.push(Instruction::BulkWait { pending, read_only: true });
@@ -99,7 +99,8 @@ impl Builder {
         self.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast, policy });
     }
 
-    /// Copies a box of a tensor into shared memory, coordinates fastest first.
+    /// Copies a box of a tensor into shared memory, completing on `barrier`. Coordinates begin with
+    /// the fastest-moving dimension.
     #[track_caller]
     pub fn tensor_load(
         &mut self,

@@ -6,14 +6,14 @@ use crate::{
     LoadOrder, Reg, Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U32, U64, Value,
 };
 
-/// How a load treats order and caches.
+/// Memory order and cache hints of a load.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadHint {
-    /// The ordering.
+    /// The memory order.
     pub order: LoadOrder,
-    /// What stays in the first-level cache.
+    /// The cache hint.
     pub cache: LoadCache,
-    /// A policy for the second-level cache.
+    /// An L2 cache policy.
     pub policy: Option<Reg<U64>>,
 }
 
@@ -23,14 +23,14 @@ impl Default for LoadHint {
     }
 }
 
-/// How a store treats order and caches.
+/// Memory order and cache hints of a store.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreHint {
-    /// The ordering.
+    /// The memory order.
     pub order: StoreOrder,
-    /// What stays in the first-level cache.
+    /// The cache hint.
     pub cache: StoreCache,
-    /// A policy for the second-level cache.
+    /// An L2 cache policy.
     pub policy: Option<Reg<U64>>,
 }
 
@@ -47,7 +47,7 @@ impl Builder {
         self.load_vector::<T, A, 1>(address, LoadHint::default())[0]
     }
 
-    /// Loads one byte, with zeros above it.
+    /// Loads one byte, zero-extended.
     #[track_caller]
     pub fn load_byte(&mut self, address: impl Into<Value<GlobalAddress>>) -> Reg<U32> {
         let address = self.address(address);
@@ -56,7 +56,7 @@ impl Builder {
         dst
     }
 
-    /// Loads one, two or four registers.
+    /// Loads one, two or four registers from consecutive addresses.
     #[track_caller]
     pub fn load_vector<T: Scalar, A: AddressOf, const N: usize>(
         &mut self,
@@ -87,7 +87,7 @@ impl Builder {
         self.store_vector(address, &[value], StoreHint::default());
     }
 
-    /// Stores one, two or four registers.
+    /// Stores one, two or four registers to consecutive addresses.
     #[track_caller]
     pub fn store_vector<T: Scalar, A: AddressOf>(
         &mut self,
@@ -106,7 +106,7 @@ impl Builder {
         });
     }
 
-    /// Makes a policy for the second-level cache.
+    /// Creates an L2 cache policy.
     #[track_caller]
     pub fn cache_policy(&mut self, eviction: Eviction) -> Reg<U64> {
         let dst = self.register();
@@ -114,7 +114,7 @@ impl Builder {
         dst
     }
 
-    /// Adds to a number in memory and gives what it was before.
+    /// Atomically adds to a number in memory and returns its previous value, with relaxed order.
     #[track_caller]
     pub fn atomic_add<T: Scalar, A: AddressOf>(
         &mut self,
@@ -125,7 +125,7 @@ impl Builder {
         self.atomic_add_ordered(address, value, scope, AtomicOrder::Relaxed)
     }
 
-    /// The same, ordered with other accesses.
+    /// Atomically adds to a number in memory and returns its previous value, with the given order.
     #[track_caller]
     pub fn atomic_add_ordered<T: Scalar, A: AddressOf>(
         &mut self,
@@ -150,7 +150,7 @@ impl Builder {
         dst
     }
 
-    /// Adds to a number in memory.
+    /// Atomically adds to a number in memory, without a result.
     #[track_caller]
     pub fn reduce_add<T: Scalar, A: AddressOf>(
         &mut self,
@@ -162,7 +162,8 @@ impl Builder {
         self.reduce_add_vector(address, &[value], scope);
     }
 
-    /// Adds to one, two or four numbers in memory, each by itself.
+    /// Atomically adds to one, two or four consecutive numbers in memory, without a result. Each
+    /// number is updated atomically by itself.
     #[track_caller]
     pub fn reduce_add_vector<T: Scalar, A: AddressOf>(
         &mut self,
@@ -182,7 +183,8 @@ impl Builder {
         });
     }
 
-    /// Loads 8x8 matrices of 16-bit elements, one register of `T` each.
+    /// Loads one, two or four 8x8 matrices of 16-bit elements by `ldmatrix`, one register each.
+    /// Lane `8i + r` gives the address of row `r` of matrix `i`.
     #[track_caller]
     pub fn load_matrix<T: Scalar, const N: usize>(
         &mut self,
@@ -196,7 +198,8 @@ impl Builder {
         dst
     }
 
-    /// Stores 8x8 matrices of 16-bit elements, one register of `T` each.
+    /// Stores one, two or four 8x8 matrices of 16-bit elements by `stmatrix`, one register each.
+    /// Lane `8i + r` gives the address of row `r` of matrix `i`.
     #[track_caller]
     pub fn store_matrix<T: Scalar>(
         &mut self,

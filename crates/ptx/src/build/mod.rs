@@ -1,4 +1,4 @@
-//! The builder: what a kernel function writes its program with.
+//! The builder, with which a kernel function writes its program.
 //!
 //! A kernel is ordinary Rust that calls the builder. Rust's `for` and `if` run
 //! while the program is built (unrolling, configuration); the builder's own
@@ -28,7 +28,7 @@ use crate::{
     U64,
 };
 
-/// Writes one kernel.
+/// The writer of one kernel: its methods append instructions and control flow to a [`Program`].
 ///
 /// ```
 /// use flashcore_ptx::{Builder, Expression, F32, GlobalAddress, Target, U32};
@@ -52,16 +52,16 @@ use crate::{
 #[derive(Debug)]
 pub struct Builder {
     program: Program,
-    /// The blocks being written, innermost last.
+    /// The statement blocks that are still open, innermost last.
     open: Vec<Block>,
-    /// How many groups of [`Instruction::Wgmma`]s were committed so far.
+    /// The number of groups of [`Instruction::Wgmma`]s committed so far.
     pub(crate) wgmma_groups: u32,
-    /// The first misuse of the tile vocabulary, reported by [`Builder::finish`].
+    /// The first misuse of the builder or of the tile types, which [`Builder::finish`] returns.
     misuse: Option<Invalid>,
 }
 
 impl Builder {
-    /// Begins a kernel with this entry name for blocks of `threads` threads.
+    /// Creates a builder for a kernel with this entry name and blocks of `threads` threads.
     pub fn new(name: impl Into<String>, target: Target, threads: u32) -> Self {
         Builder {
             program: Program {
@@ -81,41 +81,41 @@ impl Builder {
         }
     }
 
-    /// Bounds the registers of a thread so that this many blocks fit on a
-    /// multiprocessor. Roles with register budgets need it.
+    /// Bounds the registers of a thread so that this many blocks fit on a multiprocessor. Required
+    /// by roles with register budgets.
     pub fn blocks_per_multiprocessor(mut self, blocks: u32) -> Self {
         self.program.blocks_per_multiprocessor = Some(blocks);
         self
     }
 
-    /// Makes clusters of this many blocks along x.
+    /// Sets the number of blocks in a cluster, along x.
     pub fn cluster(mut self, blocks: u32) -> Self {
         self.program.cluster = blocks;
         self
     }
 
-    /// The architecture the kernel is for, to ask it for capabilities.
+    /// Returns the target architecture, for example to ask for its capabilities.
     pub fn target(&self) -> Target {
         self.program.target
     }
 
-    /// Threads in a block.
+    /// Returns the number of threads in a block.
     pub fn threads(&self) -> u32 {
         self.program.threads
     }
 
-    /// Blocks in a cluster.
+    /// Returns the number of blocks in a cluster.
     pub fn cluster_size(&self) -> u32 {
         self.program.cluster
     }
 
-    /// How many registers a thread starts with when the block fills its share
-    /// of the multiprocessor.
+    /// Returns the number of registers that each thread has at entry; see
+    /// [`Program::registers_at_entry`].
     pub fn registers_at_entry(&self) -> u32 {
         self.program.registers_at_entry()
     }
 
-    /// Ends the kernel and validates it.
+    /// Finishes the kernel and validates it.
     pub fn finish(mut self) -> Result<Program, Invalid> {
         if let Some(misuse) = self.misuse {
             return Err(misuse);
@@ -125,8 +125,8 @@ impl Builder {
         Ok(self.program)
     }
 
-    /// Notes a misuse of the vocabulary; [`finish`](Builder::finish) returns
-    /// the first. Kernel functions never panic for a bad configuration.
+    /// Records a misuse of the builder or of the tile types; [`finish`](Builder::finish) returns
+    /// the first one. Kernel functions never panic for a bad configuration.
     #[track_caller]
     pub(crate) fn misuse(&mut self, text: impl Into<String>) {
         let place = Location::caller();
@@ -144,7 +144,7 @@ impl Builder {
         dst
     }
 
-    /// Declares the next kernel parameter, a tensor map for boxes like `tensor_box`.
+    /// Declares the next kernel parameter, a tensor map that must be encoded with this box.
     #[track_caller]
     pub fn tensor_map(&mut self, name: &str, tensor_box: TensorBox) -> TensorMap {
         let rank = tensor_box.extent.len();
@@ -160,7 +160,7 @@ impl Builder {
         id
     }
 
-    /// Reserves shared memory and gives its offset, a multiple of `alignment`.
+    /// Reserves `bytes` of shared memory and returns their offset, a multiple of `alignment`.
     #[track_caller]
     pub fn shared(&mut self, name: &str, bytes: u32, alignment: u32) -> u32 {
         let Some(offset) = self.program.shared_bytes().checked_next_multiple_of(alignment) else {
@@ -172,7 +172,7 @@ impl Builder {
         offset
     }
 
-    /// The address of a byte of shared memory.
+    /// Returns the address of the byte at `offset` in dynamic shared memory.
     #[track_caller]
     pub fn shared_address(&mut self, offset: u32) -> Reg<SharedAddress> {
         let dst = self.register();
@@ -182,12 +182,12 @@ impl Builder {
 
     // ---- registers and instructions --------------------------------------
 
-    /// A new register, not yet written.
+    /// Creates a register, not yet written.
     pub fn register<T: Scalar>(&mut self) -> Reg<T> {
         Reg::new(self.register_of(T::TYPE))
     }
 
-    /// A new register of a type that is only known when the kernel is built.
+    /// Creates a register of a type that is only known when the kernel is built.
     pub fn register_of(&mut self, ty: Type) -> Register {
         self.program.registers.push(ty);
         Register(self.program.registers.len() as u32 - 1)
@@ -204,7 +204,7 @@ impl Builder {
         block.push(Statement { kind, place });
     }
 
-    /// Computes a value now and names the result.
+    /// Emits the instructions that compute a value and returns the register with the result.
     #[track_caller]
     pub fn eval<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Reg<T> {
         match self.emit(value.into().node) {
@@ -217,7 +217,7 @@ impl Builder {
         }
     }
 
-    /// A fresh register with this value, to be changed by [`set`](Builder::set).
+    /// Creates a register with this initial value, to be changed by [`set`](Builder::set).
     #[track_caller]
     pub fn variable<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Reg<T> {
         let dst = self.register::<T>();
@@ -225,19 +225,21 @@ impl Builder {
         dst
     }
 
-    /// Gives a register a new value.
+    /// Assigns a value to a register.
     #[track_caller]
     pub fn set<T: Scalar>(&mut self, dst: Reg<T>, value: impl Into<Value<T>>) {
         self.emit_into(dst.register, value.into().node);
     }
 
-    /// The operand a value comes down to.
+    /// Computes a value and returns it as an operand; a plain register or constant emits no
+    /// instruction.
     #[track_caller]
     pub(crate) fn operand<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Operand {
         self.emit(value.into().node)
     }
 
-    /// The address a value comes down to, constant displacements in its offset.
+    /// Computes an address value; constant displacements become the offset of the returned
+    /// [`Address`].
     #[track_caller]
     pub(crate) fn address<A: AddressOf>(&mut self, value: impl Into<Value<A>>) -> Address {
         let (node, offset) = peel_offset(value.into());
@@ -298,7 +300,7 @@ impl Builder {
         self.push(instruction);
     }
 
-    /// A register with the operand's value.
+    /// Returns a register that holds the operand, moving a constant into a new one.
     #[track_caller]
     fn in_register(&mut self, operand: Operand, ty: Type) -> Register {
         match operand {
@@ -311,9 +313,9 @@ impl Builder {
         }
     }
 
-    // ---- where am I --------------------------------------------------------
+    // ---- thread, block and cluster indices -----------------------------------
 
-    /// The value of a special register of 32 bits.
+    /// Reads a 32-bit special register.
     #[track_caller]
     pub fn special(&mut self, special: Special) -> Reg<U32> {
         let dst = self.register();
@@ -321,7 +323,7 @@ impl Builder {
         dst
     }
 
-    /// The value of a special register of 64 bits.
+    /// Reads a 64-bit special register.
     #[track_caller]
     pub fn special_wide(&mut self, special: Special) -> Reg<U64> {
         let dst = self.register();
@@ -329,25 +331,25 @@ impl Builder {
         dst
     }
 
-    /// The thread's index in its block.
+    /// Returns the thread's index in its block.
     #[track_caller]
     pub fn thread_index(&mut self) -> Reg<U32> {
         self.special(Special::Thread(Axis::X))
     }
 
-    /// The block's index in the grid, along x.
+    /// Returns the block's index in the grid, along x.
     #[track_caller]
     pub fn block_index(&mut self) -> Reg<U32> {
         self.special(Special::Block(Axis::X))
     }
 
-    /// The thread's lane in its warp.
+    /// Returns the thread's lane in its warp.
     #[track_caller]
     pub fn lane(&mut self) -> Reg<U32> {
         self.special(Special::Lane)
     }
 
-    /// The block's rank in its cluster.
+    /// Returns the block's rank in its cluster.
     #[track_caller]
     pub fn cluster_rank(&mut self) -> Reg<U32> {
         self.special(Special::ClusterRank)
@@ -355,14 +357,13 @@ impl Builder {
 
     // ---- control flow --------------------------------------------------------
 
-    /// Threads where `condition` holds do `then`.
+    /// Executes `then` in the threads where `condition` holds.
     #[track_caller]
     pub fn if_(&mut self, condition: impl Into<Value<Pred>>, then: impl FnOnce(&mut Self)) {
         self.branch(condition.into(), then, |_| {}, Location::caller());
     }
 
-    /// Threads where `condition` holds execute one instruction, which is
-    /// placed where this was called.
+    /// Executes one instruction in the threads where `condition` holds. Its place is the caller's.
     #[track_caller]
     pub(crate) fn if_one(&mut self, condition: impl Into<Value<Pred>>, instruction: Instruction) {
         let place = Location::caller();
@@ -371,7 +372,7 @@ impl Builder {
         self.append(StatementKind::If { condition, then, otherwise: Vec::new() }, place);
     }
 
-    /// Threads where `condition` holds do `then`, the others `otherwise`.
+    /// Executes `then` in the threads where `condition` holds and `otherwise` in the others.
     #[track_caller]
     pub fn if_else(
         &mut self,
@@ -396,7 +397,7 @@ impl Builder {
         self.append(StatementKind::If { condition, then, otherwise }, place);
     }
 
-    /// Repeats `body` until it breaks.
+    /// Repeats `body` until a [`break_if`](Builder::break_if) in it.
     #[track_caller]
     pub fn loop_(&mut self, body: impl FnOnce(&mut Self)) {
         let place = Location::caller();
@@ -404,14 +405,14 @@ impl Builder {
         self.append(StatementKind::Loop { body }, place);
     }
 
-    /// Leaves the innermost loop where `condition` holds.
+    /// Leaves the innermost loop in the threads where `condition` holds.
     #[track_caller]
     pub fn break_if(&mut self, condition: impl Into<Value<Pred>>) {
         let condition = self.eval(condition).register;
         self.append(StatementKind::Break { condition }, Location::caller());
     }
 
-    /// Repeats `body` for `start`, `start + step`, ... below `end`.
+    /// Repeats `body` for the indices `start`, `start + step`, ... below `end`.
     #[track_caller]
     pub fn for_range(
         &mut self,
@@ -440,8 +441,8 @@ impl Builder {
     }
 }
 
-/// Division of unsigned numbers by a constant power of two as a shift, the
-/// remainder as a mask: the assembler goes through a reciprocal instead.
+/// Turns unsigned division by a constant power of two into a shift and the remainder into a mask:
+/// the assembler would compute them with a reciprocal.
 fn reduce_strength(operation: BinaryOperation, ty: Type, b: Operand) -> (BinaryOperation, Operand) {
     match (operation, ty, b) {
         (BinaryOperation::Divide, Type::U32 | Type::U64, Operand::Immediate(divisor))
@@ -459,7 +460,7 @@ fn reduce_strength(operation: BinaryOperation, ty: Type, b: Operand) -> (BinaryO
 }
 
 impl Node {
-    /// The type the expression has; a bare constant has none of its own.
+    /// Returns the type of an operator's result; a bare constant has no type of its own.
     fn ty(&self) -> Type {
         match self {
             Node::Operand(_) | Node::Wrong(_) => unreachable!("asked of operators only"),
@@ -470,18 +471,18 @@ impl Node {
     }
 }
 
-/// A tensor map that the kernel was passed.
+/// A tensor map among the kernel's parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap {
-    /// Its generic address.
+    /// The generic address of the tensor map.
     pub address: Reg<U64>,
-    /// How many dimensions the tensor has.
+    /// The number of dimensions of the tensor.
     pub rank: usize,
 }
 
-/// Types that a kernel can be passed as a parameter.
+/// Types of values that can be passed as a kernel parameter.
 pub trait Passed {
-    /// How they are passed.
+    /// The kind of parameter.
     const KIND: ParameterKind;
 }
 

@@ -1,5 +1,5 @@
-//! Pairs of 16-bit elements, or four of 8 bits, side by side in one register,
-//! where the element is only known when the kernel is built.
+//! Registers with two 16-bit or four 8-bit elements, where the element type is only known when the
+//! kernel is built.
 
 use super::Builder;
 use crate::{
@@ -7,7 +7,8 @@ use crate::{
     Register, SharedAddress, StoreCache, StoreOrder, Type, U32, Value,
 };
 
-/// Two neighbouring elements of 16 bits or four of 8 in one register, lower-indexed ones low.
+/// A register with two neighbouring 16-bit or four neighbouring 8-bit elements, lower-indexed ones
+/// in the lower bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
     element: Element,
@@ -15,24 +16,24 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// The element.
+    /// Returns the element type.
     pub fn element(self) -> Element {
         self.element
     }
 
-    /// The bare register, to build an [`Instruction`] by hand.
+    /// Returns the untyped register, to build an [`Instruction`] by hand.
     pub fn register(self) -> Register {
         self.register
     }
 }
 
 impl Builder {
-    /// A register for two elements, not yet written.
+    /// Creates a packed register, not yet written.
     pub fn packed(&mut self, element: Element) -> Packed {
         Packed { element, register: self.register_of(element.packed()) }
     }
 
-    /// Two zeros.
+    /// Creates a packed register of zeros.
     #[track_caller]
     pub fn packed_zero(&mut self, element: Element) -> Packed {
         let dst = self.packed(element);
@@ -40,7 +41,7 @@ impl Builder {
         dst
     }
 
-    /// Two numbers rounded into one register.
+    /// Rounds two numbers into a new packed register.
     #[track_caller]
     pub fn pack_as(
         &mut self,
@@ -54,7 +55,7 @@ impl Builder {
         dst
     }
 
-    /// Two numbers rounded into a register that there is.
+    /// Rounds two numbers into an existing packed register.
     #[track_caller]
     pub fn pack_into(
         &mut self,
@@ -66,7 +67,7 @@ impl Builder {
         self.push(Instruction::ConvertPair { dst: dst.register, high, low });
     }
 
-    /// The two numbers of a register, exactly.
+    /// Converts both 16-bit numbers of a register to `f32`, exactly.
     #[track_caller]
     pub fn unpack_as_f32(&mut self, pair: Packed) -> [Reg<F32>; 2] {
         match pair.element {
@@ -75,7 +76,8 @@ impl Builder {
         }
     }
 
-    /// Four numbers of 8 bits as two pairs of `f16`, exactly: of each number, which one it was.
+    /// Converts four 8-bit numbers to two pairs of `f16`, exactly. `order[i]` is the index of the
+    /// input that becomes output `i`.
     #[track_caller]
     pub fn widen(&mut self, four: Packed, order: [u32; 4]) -> [Packed; 2] {
         if four.element == Element::Int8 {
@@ -93,8 +95,9 @@ impl Builder {
         })
     }
 
-    /// The same of integers: `x + 128` in the lowest bits of 1024, whose neighbours in `f16` are 1
-    /// away, is `x + 1152`.
+    /// Converts four `int8` to two pairs of `f16`. Placing the byte `x + 128` into the low bits of
+    /// the `f16` 1024, where neighbouring numbers are 1 apart, gives `x + 1152`; an addition then
+    /// subtracts 1152.
     #[track_caller]
     fn widen_integers(&mut self, four: Packed, order: [u32; 4]) -> [Packed; 2] {
         use crate::Expression;
@@ -111,7 +114,8 @@ impl Builder {
         })
     }
 
-    /// The four bytes of a register in another order: of each, which one it was.
+    /// Permutes the four bytes of a register; `order[i]` is the index of the input that becomes
+    /// byte `i`.
     #[track_caller]
     fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
         let dst = self.packed(four.element);
@@ -121,7 +125,7 @@ impl Builder {
         dst
     }
 
-    /// Loads two neighbours.
+    /// Loads one packed register.
     #[track_caller]
     pub fn load_packed<A: AddressOf>(
         &mut self,
@@ -133,7 +137,7 @@ impl Builder {
         dst
     }
 
-    /// Loads one, two or four registers of neighbours.
+    /// Loads one, two or four packed registers from consecutive addresses.
     #[track_caller]
     pub fn load_packed_vector<A: AddressOf, const N: usize>(
         &mut self,
@@ -153,7 +157,7 @@ impl Builder {
         dst
     }
 
-    /// Loads two neighbours into a register that there is.
+    /// Loads into an existing packed register.
     #[track_caller]
     pub fn load_packed_into<A: AddressOf>(&mut self, dst: Packed, address: impl Into<Value<A>>) {
         let address = self.address(address);
@@ -167,7 +171,7 @@ impl Builder {
         });
     }
 
-    /// Stores one, two or four pairs to consecutive addresses.
+    /// Stores one, two or four packed registers to consecutive addresses.
     #[track_caller]
     pub fn store_packed<A: AddressOf>(&mut self, address: impl Into<Value<A>>, pairs: &[Packed]) {
         let address = self.address(address);
@@ -181,8 +185,8 @@ impl Builder {
         });
     }
 
-    /// Loads one, two or four 8x8 matrices by `ldmatrix`: of lane `8i + r`,
-    /// `address` is that of row `r` of matrix `i`.
+    /// Loads one, two or four 8x8 matrices of 16-bit elements by `ldmatrix`, one register each.
+    /// Lane `8i + r` gives the address of row `r` of matrix `i`.
     #[track_caller]
     pub fn load_matrix_packed<const N: usize>(
         &mut self,

@@ -1,4 +1,4 @@
-//! Roles: warps of one block that run different programs.
+//! Warp specialisation: roles, which run different code in different warps of a block.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -6,10 +6,10 @@ use std::panic::Location;
 use super::Builder;
 use crate::{Expression, Instruction, RegisterChange, StatementKind};
 
-/// Warps in a warpgroup, the unit of `wgmma` and of register budgets.
+/// The number of warps in a warpgroup, the unit of `wgmma` and of register budgets.
 const WARPGROUP_WARPS: u32 = 4;
 
-/// A part that some warpgroups of the block play.
+/// A role: whole warps of the block that run code of their own, with an optional register budget.
 #[derive(Clone, Debug)]
 pub struct Role {
     name: String,
@@ -18,19 +18,19 @@ pub struct Role {
 }
 
 impl Role {
-    /// The warpgroups with these indices in the block.
+    /// Creates a role for the warpgroups with these indices in the block.
     pub fn warpgroups(name: &str, warpgroups: Range<u32>) -> Self {
         let warp = |group: u32| group.saturating_mul(WARPGROUP_WARPS);
         let warps = warp(warpgroups.start)..warp(warpgroups.end);
         Role { name: name.to_owned(), warps, registers: None }
     }
 
-    /// The warps with these indices in the block.
+    /// Creates a role for the warps with these indices in the block.
     pub fn warps(name: &str, warps: Range<u32>) -> Self {
         Role { name: name.to_owned(), warps, registers: None }
     }
 
-    /// The registers each of its threads shall hold.
+    /// Sets the number of registers of each thread of the role (`setmaxnreg`).
     pub fn registers(mut self, count: u32) -> Self {
         self.registers = Some(count);
         self
@@ -38,10 +38,10 @@ impl Role {
 }
 
 impl Builder {
-    /// The warps of `role` do `body`; all others pass it by.
+    /// Executes `body` in the warps of `role`; all other warps skip it.
     ///
-    /// A register budget is taken (or given back) first: against what a thread
-    /// holds at entry, see [`registers_at_entry`](Builder::registers_at_entry).
+    /// A register budget is applied first. Whether it increases or decreases the registers is
+    /// relative to those at entry, see [`registers_at_entry`](Builder::registers_at_entry).
     #[track_caller]
     pub fn role(&mut self, role: Role, body: impl FnOnce(&mut Self)) {
         let place = Location::caller();

@@ -1,10 +1,9 @@
 //! The instructions, as data.
 //!
-//! One variant is one PTX instruction family; its fields are the modifiers and
-//! operands. [`Instruction::operands`] lists what each reads and writes with
-//! the type it wants there, once, for the validator and for the simulator.
-//! [`Instruction::requirement`] says which hardware feature and which PTX
-//! version it needs. Text is made only by the printer.
+//! One variant is one PTX instruction family; its fields are the modifiers and operands.
+//! [`Instruction::operands`] lists what each instruction reads and writes and of which type, once,
+//! for the validator and the simulator. [`Instruction::requirement`] says which hardware feature
+//! and which PTX version it needs. Only the printer turns instructions into text.
 
 mod modifier;
 mod operands;
@@ -32,38 +31,36 @@ pub enum Instruction {
     // ---- values ------------------------------------------------------------
     /// Copies bits between registers of equal width, or a constant into one.
     Move { dst: Register, src: Operand },
-    /// One operand, one result of the same type.
+    /// An operation on one operand, with a result of the same type.
     Unary { operation: UnaryOperation, ty: Type, dst: Register, a: Operand },
-    /// Two operands, one result of the same type. For shifts `b` is a `U32`.
+    /// An operation on two operands, with a result of the same type. For shifts `b` is a `U32`.
     Binary { operation: BinaryOperation, ty: Type, dst: Register, a: Operand, b: Operand },
     /// `dst = a * b + c`, rounded once for floats; the low half for integers.
     MultiplyAdd { ty: Type, dst: Register, a: Operand, b: Operand, c: Operand },
     /// The full 64-bit product of two 32-bit integers; `ty` is `U32` or `S32`.
     MultiplyWide { ty: Type, dst: Register, a: Operand, b: Operand },
-    /// `dst = a ? b`. Float comparisons are false on NaN unless the
-    /// comparison is one of the unordered ones.
+    /// Compares `a` with `b`. Float comparisons are false on NaN unless the comparison is one of
+    /// the unordered ones or [`Comparison::NotEqual`].
     Compare { comparison: Comparison, ty: Type, dst: Register, a: Operand, b: Operand },
     /// `dst = condition ? a : b`.
     Select { ty: Type, dst: Register, condition: Register, a: Operand, b: Operand },
-    /// Four bytes picked out of the eight of `a` (0..4) and `b` (4..8), one
-    /// selector nibble each, the lowest first.
+    /// Picks four of the eight bytes of `a` (0..4) and `b` (4..8), each by one nibble of the
+    /// selector, the lowest first.
     PermuteBytes { dst: Register, a: Operand, b: Operand, selector: Operand },
-    /// The upper (`left`) or lower word of `high:low` shifted by `amount`
-    /// modulo 32.
+    /// Shifts `high:low` by `amount` modulo 32; gives the upper word of a `left` shift, the lower
+    /// word of a right shift.
     FunnelShift { left: bool, dst: Register, low: Operand, high: Operand, amount: Operand },
-    /// Any bitwise function of three words; `table` is its truth table,
-    /// made by applying the function to 0xF0, 0xCC and 0xAA.
+    /// Any bitwise function of three words (`lop3`); `table` is its truth table, the result of the
+    /// function on 0xF0, 0xCC and 0xAA.
     Logic3 { dst: Register, a: Operand, b: Operand, c: Operand, table: u8 },
-    /// Converts between the register types of `src` and `dst`: integers of
-    /// any width and sign among each other (extending or truncating) and
-    /// with `f32`, `f32` with `f16` and `bf16`. To a float rounds to nearest
-    /// even, to an integer toward zero.
+    /// Converts between the register types of `src` and `dst`: between integers of any width and
+    /// sign (extending or truncating), between integers and `f32`, and between `f32` and `f16` or
+    /// `bf16`. Conversions to a float round to nearest even, those to an integer toward zero.
     Convert { dst: Register, src: Register },
-    /// Two `f32` rounded to nearest even into one packed register (`F16x2`,
-    /// `BF16x2`, `E4M3x2`, `E5M2x2`). The 8-bit types saturate to their
-    /// largest finite value.
+    /// Rounds two `f32` to nearest even into one packed register (`F16x2`, `BF16x2`, `E4M3x2`,
+    /// `E5M2x2`). The 8-bit types saturate to their largest finite value.
     ConvertPair { dst: Register, high: Operand, low: Operand },
-    /// Between `F16x2` and `E4M3x2` or `E5M2x2`, either way.
+    /// Converts between `F16x2` and `E4M3x2` or `E5M2x2`, in either direction.
     ConvertPacked { dst: Register, src: Register },
     /// Splits a 32- or 64-bit register into halves.
     Split { low: Register, high: Register, src: Register },
@@ -73,9 +70,9 @@ pub enum Instruction {
     ReadSpecial { dst: Register, special: Special },
     /// Reads a scalar kernel parameter.
     ReadParameter { dst: Register, parameter: ParameterId },
-    /// The generic address of a tensor map that is a kernel parameter.
+    /// Gives the generic address of a tensor map that is a kernel parameter.
     TensorMapAddress { dst: Register, parameter: ParameterId },
-    /// The address of a byte of this block's dynamic shared memory.
+    /// Gives the address of a byte of this block's dynamic shared memory.
     SharedBase { dst: Register, offset: u32 },
 
     // ---- memory ------------------------------------------------------------
@@ -88,7 +85,7 @@ pub enum Instruction {
         cache: LoadCache,
         policy: Option<Register>,
     },
-    /// Loads one byte of global memory into a 32-bit register, zeros above it.
+    /// Loads one byte of global memory into a 32-bit register, zero-extended.
     LoadByte { dst: Register, address: Address },
     /// Stores one, two or four registers to consecutive addresses.
     Store {
@@ -99,11 +96,11 @@ pub enum Instruction {
         cache: StoreCache,
         policy: Option<Register>,
     },
-    /// Brings the line of a global address into the second-level cache.
+    /// Prefetches the cache line of a global address into L2.
     PrefetchL2 { address: Address },
-    /// Makes a cache policy for the `policy` operands of loads, stores and copies.
+    /// Creates an L2 cache policy for the `policy` operands of loads, stores and copies.
     CreatePolicy { dst: Register, eviction: Eviction },
-    /// Atomically replaces the value at `address`, giving the old one.
+    /// Atomically updates the value at `address` and gives the old one.
     Atomic {
         operation: AtomicOperation,
         ty: Type,
@@ -114,7 +111,7 @@ pub enum Instruction {
         scope: Scope,
         order: AtomicOrder,
     },
-    /// Atomically stores `value` if the old one equals `expected`, giving the old one.
+    /// Atomically stores `value` if the old value equals `expected`; gives the old value.
     CompareAndSwap {
         ty: Type,
         dst: Register,
@@ -125,8 +122,8 @@ pub enum Instruction {
         scope: Scope,
         order: AtomicOrder,
     },
-    /// Like [`Atomic`](Instruction::Atomic) with no result; one register, or
-    /// two or four `f32` of consecutive global addresses added.
+    /// Like [`Atomic`](Instruction::Atomic) without a result. Takes one register, or adds two or
+    /// four `f32` to consecutive global addresses.
     Reduce {
         operation: AtomicOperation,
         ty: Type,
@@ -139,14 +136,13 @@ pub enum Instruction {
     /// Loads one, two or four 8x8 matrices of 16-bit elements from shared
     /// memory; lane `8i + r` gives the address of row `r` of matrix `i`.
     LoadMatrix { dst: Vec<Register>, address: Address, transpose: bool },
-    /// The reverse of [`LoadMatrix`](Instruction::LoadMatrix).
+    /// Stores matrices as [`LoadMatrix`](Instruction::LoadMatrix) loads them.
     StoreMatrix { src: Vec<Register>, address: Address, transpose: bool },
 
     // ---- across the lanes of a warp ----------------------------------------
-    /// Each lane reads the 32-bit value of another. `clamp` packs the segment
-    /// mask and the bound as PTX defines them; 31 exchanges over the whole warp
-    /// (0 for [`ShuffleMode::Up`]). `valid` receives whether the source lane
-    /// was in range.
+    /// Gives each lane the 32-bit value of another lane. `clamp` packs the segment mask and the
+    /// bound as PTX defines them; 31 exchanges over the whole warp (0 for [`ShuffleMode::Up`]).
+    /// `valid` receives whether the source lane was in range.
     Shuffle {
         mode: ShuffleMode,
         dst: Register,
@@ -155,13 +151,13 @@ pub enum Instruction {
         lane: Operand,
         clamp: u32,
     },
-    /// Whether all, or any, lanes hold a true predicate.
+    /// Gives whether the predicate is true in all lanes, or in any.
     Vote { mode: VoteMode, dst: Register, predicate: Register },
-    /// The lanes whose predicate is true, as bits.
+    /// Gives a mask of the lanes whose predicate is true.
     Ballot { dst: Register, predicate: Register },
-    /// True in exactly one lane of the warp, always the same one.
+    /// Gives a predicate that is true in exactly one lane of the warp, always the same one.
     Elect { dst: Register },
-    /// All lanes of the warp arrive here and see each other's writes.
+    /// Waits for all lanes of the warp, which then see each other's writes.
     WarpSync,
 
     // ---- tensor cores -------------------------------------------------------
@@ -175,9 +171,8 @@ pub enum Instruction {
         b: Vec<Register>,
         c: Vec<Register>,
     },
-    /// `d = a * b (+ d)` on a warpgroup, asynchronously: m64, k of 32 bytes.
-    /// The registers may not be touched until the group that this belongs to
-    /// has been waited for.
+    /// `d = a * b (+ d)` on a warpgroup, asynchronously: M is 64, K is 32 bytes. The registers may
+    /// not be touched until the group of this instruction has been waited for.
     ///
     /// There is one accumulator, `d`, read and written in place. A second
     /// list of accumulators, which PTX does not have, cannot be written:
@@ -215,43 +210,45 @@ pub enum Instruction {
     },
     /// Orders earlier register accesses before the [`Wgmma`](Instruction::Wgmma)s that follow.
     WgmmaFence,
-    /// Closes the group of the [`Wgmma`](Instruction::Wgmma)s issued since the last close.
+    /// Commits the [`Wgmma`](Instruction::Wgmma)s since the last commit as a group.
     WgmmaCommit,
     /// Waits until at most `pending` of the latest groups are unfinished.
     WgmmaWait { pending: u32 },
 
     // ---- barriers ------------------------------------------------------------
-    /// A named barrier of the block (0 to 15): waits for `threads` threads, all
-    /// of the block when absent.
+    /// Arrives at a named barrier of the block (0 to 15) and waits for `threads` threads, or for
+    /// all threads of the block if absent.
     BarrierSync { barrier: Operand, threads: Option<Operand> },
-    /// Counts as arrived at a named barrier without waiting.
+    /// Arrives at a named barrier without waiting.
     BarrierArrive { barrier: Operand, threads: Operand },
     /// Arrives at the barrier of the whole cluster.
     ClusterArrive { order: ClusterOrder },
     /// Waits for all threads of the cluster to have arrived.
     ClusterWait,
-    /// Initialises a memory barrier for `count` arrivals a phase.
+    /// Initialises an mbarrier for `count` arrivals per phase.
     MbarrierInit { address: Address, count: Operand },
-    /// Ends the use of its 8 bytes as a memory barrier.
+    /// Invalidates an mbarrier, so that its 8 bytes can be used as ordinary memory.
     MbarrierInvalidate { address: Address },
-    /// Arrives `count` times. In [`Space::Cluster`] the barrier may be another block's.
+    /// Arrives `count` times, once if absent. In [`Space::Cluster`] the mbarrier may be another
+    /// block's.
     MbarrierArrive { space: Space, address: Address, count: Option<Operand> },
-    /// Expects `bytes` more to be copied in this phase, then arrives once.
+    /// Adds `bytes` to the transaction count of this phase, then arrives once.
     MbarrierArriveExpect { space: Space, address: Address, bytes: Operand },
-    /// Expects `bytes` more to be copied in this phase.
+    /// Adds `bytes` to the transaction count of this phase.
     MbarrierExpect { address: Address, bytes: Operand },
     /// Tests whether the phase with this parity has ended, after a
     /// hardware-dependent short wait.
     MbarrierTryWait { dst: Register, address: Address, parity: Operand, scope: Scope },
     /// Waits until the phase with this parity has ended.
     MbarrierWait { address: Address, parity: Operand, scope: Scope },
-    /// Arrives when the earlier [`CopyAsync`](Instruction::CopyAsync)s of this thread are done,
-    /// without counting towards the expected arrivals' increase.
+    /// Arrives when the earlier [`CopyAsync`](Instruction::CopyAsync)s of this thread are done, as
+    /// one of the arrivals that the mbarrier was initialised for
+    /// (`cp.async.mbarrier.arrive.noinc`).
     MbarrierArriveOnCopies { address: Address },
 
     // ---- asynchronous copies -------------------------------------------------
-    /// Copies 4, 8 or 16 bytes from global to shared memory. With
-    /// `source_bytes`, only so many are read and the rest is zero.
+    /// Copies 4, 8 or 16 bytes from global to shared memory. With `source_bytes`, only so many
+    /// bytes are read and the rest become zeros.
     CopyAsync {
         dst: Address,
         src: Address,
@@ -259,12 +256,14 @@ pub enum Instruction {
         source_bytes: Option<Operand>,
         cache: CopyCache,
     },
-    /// Closes the group of the [`CopyAsync`](Instruction::CopyAsync)s since the last close.
+    /// Commits the [`CopyAsync`](Instruction::CopyAsync)s of this thread since the last commit as a
+    /// group.
     CopyAsyncCommit,
     /// Waits until at most `pending` of the latest groups are unfinished.
     CopyAsyncWait { pending: u32 },
-    /// Copies `bytes` (a multiple of 16) from global to shared memory and
-    /// reports them to a memory barrier; to several blocks with `multicast`.
+    /// Copies `bytes` (a multiple of 16) from global to shared memory and reports them to an
+    /// mbarrier. With `multicast`, a mask of blocks, the data goes to several blocks of the
+    /// cluster.
     BulkLoad {
         dst: Address,
         src: Address,
@@ -275,7 +274,7 @@ pub enum Instruction {
     },
     /// Copies `bytes` (a multiple of 16) from shared to global memory.
     BulkStore { dst: Address, src: Address, bytes: Operand, policy: Option<Register> },
-    /// Adds `bytes` of elements from shared into global memory.
+    /// Adds `bytes` bytes of elements in shared memory to global memory.
     BulkReduceAdd {
         ty: BulkElement,
         dst: Address,
@@ -283,8 +282,8 @@ pub enum Instruction {
         bytes: Operand,
         policy: Option<Register>,
     },
-    /// Copies a box of a tensor into shared memory and reports its bytes to
-    /// a memory barrier; to several blocks with `multicast` (a bit per block).
+    /// Copies a box of a tensor into shared memory and reports its bytes to an mbarrier. With
+    /// `multicast`, a mask of blocks, the data goes to several blocks of the cluster.
     TensorLoad {
         dst: Address,
         map: Register,
@@ -295,44 +294,44 @@ pub enum Instruction {
     },
     /// Copies a box from shared memory into a tensor.
     TensorStore { map: Register, coordinates: Vec<Operand>, src: Address, policy: Option<Register> },
-    /// Adds a box of shared memory into a tensor.
+    /// Adds a box of shared memory to a tensor.
     TensorReduceAdd {
         map: Register,
         coordinates: Vec<Operand>,
         src: Address,
         policy: Option<Register>,
     },
-    /// Closes the group of this thread's bulk stores since the last close.
+    /// Commits this thread's bulk stores since the last commit as a group.
     BulkCommit,
     /// Waits until at most `pending` of this thread's latest groups of bulk
     /// stores are unfinished, or, with `read_only`, have yet to read their source.
     BulkWait { pending: u32, read_only: bool },
-    /// Brings a tensor map into the descriptor cache.
+    /// Prefetches a tensor map into the descriptor cache.
     TensorMapPrefetch { map: Register },
 
     // ---- order and control ---------------------------------------------------
     /// Orders memory accesses.
     Fence(Fence),
-    /// Changes how many registers each thread of this warpgroup holds.
+    /// Changes the number of registers of each thread of this warpgroup (`setmaxnreg`).
     SetMaxRegisters { change: RegisterChange, count: u32 },
-    /// The address in the shared memory of block `rank` of the cluster that
-    /// matches an address in this block's.
+    /// Gives the address in the shared memory of block `rank` of the cluster that corresponds to a
+    /// shared address of this block.
     MapShared { dst: Register, address: Register, rank: Operand },
-    /// Waits for the grids this one depends on to have finished.
+    /// Waits for the grids that this one depends on to finish.
     GridDependencyWait,
-    /// Lets dependent grids begin to launch.
+    /// Allows dependent grids to launch.
     GridDependencyLaunch,
-    /// Pauses the thread for about this long.
+    /// Suspends the thread for about this long.
     Sleep { nanoseconds: Operand },
     /// Ends the kernel with an error.
     Trap,
 }
 
-/// The first operand of a [`Instruction::Wgmma`].
+/// The `A` operand of a [`Instruction::Wgmma`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)] // the variants speak for their fields
 pub enum WgmmaA {
-    /// A tile in shared memory, by its descriptor.
+    /// A tile in shared memory, given by its descriptor.
     Shared { descriptor: Register, transpose: bool },
     /// Four registers of packed elements in each thread.
     Registers([Register; 4]),

@@ -1,4 +1,4 @@
-//! The modifiers of instructions: small enums that choose a form.
+//! The modifiers of instructions: small enums that choose between forms of an instruction.
 
 use crate::Element;
 
@@ -23,9 +23,9 @@ pub enum UnaryOperation {
     Sqrt,
     /// The hyperbolic tangent, approximate.
     Tanh,
-    /// How many bits are set.
+    /// The number of bits that are set.
     PopulationCount,
-    /// How many of the highest bits are clear.
+    /// The number of leading zero bits.
     LeadingZeros,
 }
 
@@ -46,23 +46,23 @@ pub enum BinaryOperation {
     DivideRounded,
     /// The remainder of the integer division.
     Remainder,
-    /// The smaller; of a number and a NaN, the number.
+    /// The smaller operand; of a number and a NaN, the number.
     Minimum,
-    /// The larger; of a number and a NaN, the number.
+    /// The larger operand; of a number and a NaN, the number.
     Maximum,
-    /// Bitwise, or of predicates.
+    /// `a & b`: bitwise for integers, logical for predicates.
     And,
-    /// Bitwise, or of predicates.
+    /// `a | b`: bitwise for integers, logical for predicates.
     Or,
-    /// Bitwise, or of predicates.
+    /// `a ^ b`: bitwise for integers, logical for predicates.
     Xor,
-    /// Left shift; amounts beyond the width give 0.
+    /// Left shift; amounts at or beyond the width give 0.
     ShiftLeft,
     /// Right shift, arithmetic for signed integers.
     ShiftRight,
 }
 
-/// How two values are compared.
+/// A comparison of two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Comparison {
     /// `a == b`.
@@ -100,26 +100,26 @@ pub enum Special {
     ClusterGridExtent(Axis),
     /// The block's rank in its cluster.
     ClusterRank,
-    /// How many blocks the cluster has.
+    /// The number of blocks in the cluster.
     ClusterSize,
     /// The thread's lane in its warp.
     Lane,
-    /// The lanes before this one, as bits.
+    /// A mask of the lanes before this one.
     LanesBefore,
     /// The multiprocessor that executes the block.
     Multiprocessor,
-    /// How many multiprocessors there are.
+    /// The number of multiprocessors.
     MultiprocessorCount,
     /// A cycle counter of the multiprocessor, 32 bits.
     Clock,
-    /// The same, 64 bits.
+    /// A cycle counter of the multiprocessor, 64 bits.
     Clock64,
-    /// Nanoseconds on a clock common to the GPU, coarse.
+    /// A coarse clock in nanoseconds that all multiprocessors of the GPU share.
     GlobalTimer,
 }
 
 impl Special {
-    /// Whether it is 64 bits wide.
+    /// Returns whether the register is 64 bits wide.
     pub const fn is_wide(self) -> bool {
         matches!(self, Special::Clock64 | Special::GlobalTimer)
     }
@@ -136,7 +136,7 @@ pub enum Axis {
     Z,
 }
 
-/// The threads that an ordering or an atomic operation reaches.
+/// The set of threads among which an ordering or an atomic operation takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
     /// The block.
@@ -145,7 +145,7 @@ pub enum Scope {
     Cluster,
     /// The GPU.
     Gpu,
-    /// Everything, other GPUs and the host included.
+    /// The whole system, including other GPUs and the host.
     System,
 }
 
@@ -154,7 +154,7 @@ pub enum Scope {
 pub enum LoadOrder {
     /// An ordinary load.
     Weak,
-    /// Sees other threads' writes, orders nothing.
+    /// Sees other threads' writes, but orders nothing.
     Relaxed(Scope),
     /// Later accesses stay after it.
     Acquire(Scope),
@@ -165,61 +165,61 @@ pub enum LoadOrder {
 pub enum StoreOrder {
     /// An ordinary store.
     Weak,
-    /// Seen by other threads, orders nothing.
+    /// Becomes visible to other threads, but orders nothing.
     Relaxed(Scope),
     /// Earlier accesses stay before it.
     Release(Scope),
 }
 
-/// Where a load from global memory leaves its line. Only for [`LoadOrder::Weak`].
+/// The caching of a load from global memory. Only for [`LoadOrder::Weak`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LoadCache {
     /// The hardware's choice.
     Default,
-    /// Through the read-only path: nobody writes it while the kernel runs.
+    /// Loaded through the read-only path: nothing writes the data while the kernel runs.
     ReadOnly,
-    /// Read-only, and not kept in the first-level cache.
+    /// Loaded through the read-only path and not kept in L1.
     ReadOnlyOnce,
-    /// In the second-level cache only.
+    /// Cached in L2 only.
     L2Only,
     /// Likely not used again.
     Streaming,
-    /// Evicted from the first-level cache before others.
+    /// Evicted from L1 before other lines.
     EvictFirst,
-    /// Kept in the first-level cache longer than others.
+    /// Kept in L1 longer than other lines.
     EvictLast,
 }
 
-/// Where a store to global memory leaves its line. Only for [`StoreOrder::Weak`].
+/// The caching of a store to global memory. Only for [`StoreOrder::Weak`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoreCache {
     /// The hardware's choice.
     Default,
-    /// In the second-level cache only.
+    /// Cached in L2 only.
     L2Only,
     /// Likely not used again.
     Streaming,
-    /// Not kept in the first-level cache.
+    /// Not kept in L1.
     NoAllocate,
 }
 
-/// What [`Instruction::CopyAsync`](super::Instruction::CopyAsync) leaves in the caches.
+/// The caching of an [`Instruction::CopyAsync`](super::Instruction::CopyAsync).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CopyCache {
-    /// At every level.
+    /// Cached at every level.
     All,
-    /// In the second-level cache only; copies of 16 bytes.
+    /// Cached in L2 only; for copies of 16 bytes.
     L2Only,
 }
 
-/// What a cache policy asks of the second-level cache.
+/// The eviction priority that a cache policy gives to lines in L2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Eviction {
-    /// Goes first.
+    /// Evicted before other lines.
     First,
-    /// Goes last.
+    /// Evicted after other lines.
     Last,
-    /// The default.
+    /// The default priority.
     Normal,
 }
 
@@ -232,11 +232,11 @@ pub enum AtomicOperation {
     Minimum,
     /// Keeps the larger.
     Maximum,
-    /// Bitwise.
+    /// Bitwise and.
     And,
-    /// Bitwise.
+    /// Bitwise or.
     Or,
-    /// Bitwise.
+    /// Bitwise exclusive or.
     Xor,
     /// Stores the new value. [`Instruction::Atomic`](super::Instruction::Atomic) only.
     Exchange,
@@ -251,11 +251,11 @@ pub enum AtomicOrder {
     Acquire,
     /// Earlier accesses stay before it.
     Release,
-    /// Both. Not for reductions.
+    /// Both acquire and release. Not for reductions.
     AcquireRelease,
 }
 
-/// Which lane a shuffle reads.
+/// The lane that a shuffle reads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ShuffleMode {
     /// The lane with this index.
@@ -268,12 +268,12 @@ pub enum ShuffleMode {
     Butterfly,
 }
 
-/// What a vote asks.
+/// The condition that a vote evaluates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VoteMode {
-    /// Is it true in every lane?
+    /// The predicate is true in every lane.
     All,
-    /// Is it true in any lane?
+    /// The predicate is true in at least one lane.
     Any,
 }
 
@@ -288,12 +288,12 @@ pub enum MmaShape {
     M16N8K32,
 }
 
-/// How arriving at the cluster's barrier orders memory.
+/// The memory order of an arrival at the cluster barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ClusterOrder {
-    /// Earlier accesses are seen by who waits.
+    /// Earlier accesses are visible to the threads that wait.
     Release,
-    /// No order: execution only.
+    /// Synchronises execution only, without ordering memory.
     Relaxed,
 }
 
@@ -313,22 +313,22 @@ pub enum Fence {
     AcquireRelease(Scope),
     /// Sequential consistency among the threads of the scope.
     SequentiallyConsistent(Scope),
-    /// Makes initialised memory barriers visible to the cluster and the copy engine.
+    /// Makes initialised mbarriers visible to the cluster and to the async proxy.
     MbarrierInit,
     /// Orders ordinary accesses of this block's shared memory with those of
     /// the tensor cores and the copy engine (the async proxy).
     ProxyAsyncShared,
-    /// The same for global memory.
+    /// Orders ordinary accesses of global memory with those of the async proxy.
     ProxyAsyncGlobal,
-    /// The same for all memory.
+    /// Orders ordinary accesses of all memory with those of the async proxy.
     ProxyAsync,
 }
 
 /// A change of a warpgroup's register budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RegisterChange {
-    /// Takes registers, waiting until they are free.
+    /// Acquires registers, waiting until they are free.
     Increase,
-    /// Gives registers back.
+    /// Releases registers.
     Decrease,
 }

@@ -1,9 +1,10 @@
-//! What each instruction reads and writes, and of which type.
+//! The operands of each instruction: which registers and constants it reads and writes, and of
+//! which type.
 
 use super::{Accumulate, Instruction, Special, WgmmaA};
 use crate::{Address, BinaryOperation, Element, Operand, Register, Space, Type};
 
-/// How an instruction touches an operand.
+/// The kind of access that an instruction makes to an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Reads it when it executes.
@@ -21,14 +22,14 @@ pub enum Access {
 /// The register type an operand must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Expected {
-    /// Exactly this one.
+    /// Exactly this type.
     Type(Type),
     /// Any type of this width.
     Bits(u32),
 }
 
 impl Expected {
-    /// Whether a register of type `ty` will do.
+    /// Returns whether a register of type `ty` is accepted.
     pub fn accepts(self, ty: Type) -> bool {
         match self {
             Expected::Type(wanted) => wanted == ty,
@@ -49,9 +50,8 @@ impl std::fmt::Display for Expected {
 impl Instruction {
     /// Calls `visit` for every register and constant operand.
     ///
-    /// `type_of` gives a register's type: a few instructions (moves,
-    /// conversions, loads) take their form from the registers themselves, and
-    /// then the width is all that is expected.
+    /// `type_of` returns the type of a register: a few instructions (moves, conversions, loads)
+    /// take their form from the types of their registers, and then only the width is expected.
     pub fn operands(
         &self,
         type_of: &dyn Fn(Register) -> Type,
@@ -372,7 +372,7 @@ impl Visitor<'_> {
         (self.visit)(Access::Write, Operand::Register(register), expected);
     }
 
-    /// For an operand whose own type chooses the form.
+    /// Reads a register whose own type chooses the form of the instruction.
     fn read_register(&mut self, register: Register) {
         let own = self.bits(register);
         self.read(Operand::Register(register), own);
@@ -407,7 +407,7 @@ impl Visitor<'_> {
     }
 }
 
-/// What a matrix operand of these elements must be.
+/// Returns the register type of a matrix operand with these elements.
 fn packed(element: Element) -> Expected {
     Expected::Type(element.packed())
 }

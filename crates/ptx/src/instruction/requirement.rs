@@ -1,4 +1,4 @@
-//! Which hardware feature and which PTX version each instruction needs.
+//! The hardware feature and the PTX version that each instruction needs.
 
 use super::{
     BinaryOperation, Instruction, LoadCache, LoadOrder, MmaShape, Scope, Special, StoreCache,
@@ -6,12 +6,12 @@ use super::{
 };
 use crate::{Capability, Element, Register, Space, Type, Version};
 
-/// What an instruction needs to be assembled.
+/// The requirements for assembling an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Requirement {
-    /// The hardware feature, if it is not one that every target has.
+    /// The hardware feature, or `None` if every target supports the instruction.
     pub capability: Option<Capability>,
-    /// The lowest PTX version that knows the form.
+    /// The lowest PTX version that has the printed form.
     pub version: Version,
 }
 
@@ -28,7 +28,7 @@ impl Requirement {
 }
 
 impl Instruction {
-    /// What this instruction needs beyond the lowest target and version.
+    /// Returns what this instruction needs beyond the lowest target and version.
     ///
     /// Versions are those in which the *printed* form was introduced, which is
     /// later than the operation itself where the printer writes a newer
@@ -67,7 +67,7 @@ impl Instruction {
             I::Compare { ty: Type::BF16, .. } => Requirement::new(C::Bf16Arithmetic, 7, 8),
             I::Convert { dst, src } => match (type_of(*dst), type_of(*src)) {
                 (Type::BF16, _) => Requirement::new(C::Bf16, 7, 0),
-                // From bfloat16 is printed as a shift, which every target has.
+                // A conversion from bfloat16 is printed as a shift, which every target has.
                 _ => Requirement::NOTHING,
             },
             I::ConvertPair { dst, .. } => match type_of(*dst) {
@@ -178,8 +178,9 @@ impl Instruction {
                 Requirement::new(C::GridDependency, 7, 8)
             }
 
-            // All targets have the others. That none is forgotten above, the assembler sees: every
-            // form is assembled for the lowest target that is thought to have it.
+            // All targets have the other instructions. If one were missing above, the tests would
+            // notice: they assemble every form for the lowest target that this table claims to
+            // support it.
             _ => Requirement::NOTHING,
         }
     }

@@ -1,35 +1,34 @@
-//! What some releases of NVIDIA's compiler have to be told, and others not.
+//! Adaptations of a program to older releases of NVIDIA's compiler.
 //!
-//! Compilers before that of CUDA 12.9 serialise every `wgmma` of a kernel (their
-//! note C7515) where an accumulator is undefined before the first product into
-//! it. Such a product takes its accumulator for zero by a predicate, so nothing
-//! undefined is ever added; they do not see that. They are given zeros to begin
-//! with. Later compilers see it, and would only schedule the rest differently
-//! for them.
+//! Compilers before CUDA 12.9 serialise every `wgmma` of a kernel (their note C7515) if an
+//! accumulator is undefined before the first product into it. A predicate makes that product
+//! overwrite its accumulator, so nothing undefined is ever added, but those compilers do not see
+//! it. For them, the accumulators are set to zero first. Newer compilers do see it, and the zeros
+//! would only make them schedule the rest differently.
 
 use std::borrow::Cow;
 
 use super::print;
 use crate::{Accumulate, Block, Instruction, Operand, Program, Register, Statement, StatementKind};
 
-/// A release of NVIDIA's compiler, as far as it matters to the text.
+/// A range of releases of NVIDIA's compiler, as far as the printed text depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Compiler {
-    /// Of CUDA 12.9 and later.
+    /// The compiler of CUDA 12.9 and later.
     #[default]
     Current,
-    /// Of CUDA 12.0 to 12.8.
+    /// The compiler of CUDA 12.0 to 12.8.
     Older,
 }
 
 impl Compiler {
-    /// The compiler of a release of CUDA: a toolkit's, or the one in the driver
+    /// Returns the compiler of a release of CUDA: that of its toolkit, and the one in the driver
     /// that supports it.
     pub const fn of_cuda(major: u32, minor: u32) -> Self {
         if major > 12 || (major == 12 && minor >= 9) { Compiler::Current } else { Compiler::Older }
     }
 
-    /// The program as this compiler makes the best of it.
+    /// Returns the program adapted to this compiler.
     pub fn adapt(self, program: &Program) -> Cow<'_, Program> {
         let undefined = match self {
             Compiler::Current => Vec::new(),
@@ -46,12 +45,13 @@ impl Compiler {
     }
 }
 
-/// The program as PTX text for one compiler; [`print()`] is for current ones.
+/// Prints a program as PTX for one compiler; [`print()`] is for current ones.
 pub fn print_for(program: &Program, compiler: Compiler) -> String {
     print(&compiler.adapt(program))
 }
 
-/// Accumulators whose first use is a product that a predicate may tell to begin anew.
+/// Returns the accumulators whose first use is a product with a predicate that decides whether it
+/// adds.
 fn undefined_accumulators(program: &Program) -> Vec<Vec<Register>> {
     let mut found: Vec<Vec<Register>> = Vec::new();
     let mut defined = vec![false; program.registers.len()];
@@ -72,8 +72,8 @@ fn undefined_accumulators(program: &Program) -> Vec<Vec<Register>> {
     found
 }
 
-/// Zeros before the loop with the first product: inside its role, and only on the
-/// way that leads there.
+/// Sets an accumulator to zero before the statement, usually a loop, with its first product; inside
+/// the role and the branch that contain it.
 fn zero_before_use(block: &mut Block, accumulator: &[Register]) {
     let Some(index) = block.iter().position(|statement| uses(statement, accumulator)) else {
         return;

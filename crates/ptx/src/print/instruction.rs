@@ -1,16 +1,16 @@
-//! The text of each instruction.
+//! The PTX spelling of each instruction.
 
 use super::{Printer, bits_type, scalar_type};
 use crate::*;
 
 impl Printer<'_> {
-    /// The lines of one instruction; most have one.
+    /// Returns the lines of one instruction; most have one.
     pub(super) fn instruction(&mut self, instruction: &Instruction) -> Vec<String> {
         use Instruction as I;
         let line = match instruction {
             I::Move { dst, src } => {
                 let ty = self.program.type_of(*dst);
-                // `mov.f32` wants float registers on both sides.
+                // `mov.f32` takes float registers on both sides.
                 let source = src.register().map(|r| self.program.type_of(r)).unwrap_or(ty);
                 let suffix = match ty.bits() {
                     32 if source != ty => "b32",
@@ -104,8 +104,7 @@ impl Printer<'_> {
                 }
             }
             I::TensorMapAddress { dst, parameter } => {
-                // The copy engine wants a generic address; parameters have
-                // their own window.
+                // TMA takes a generic address, and parameters are in a state space of their own.
                 let (dst, index) = (self.name(*dst), parameter.0);
                 return vec![
                     format!("mov.b64 {dst}, p{index};"),
@@ -272,7 +271,7 @@ impl Printer<'_> {
                     }
                     WgmmaA::Registers(registers) => (self.list(registers), None),
                 };
-                // The transposes are operands of the 16-bit forms only.
+                // Only the 16-bit forms have transpose operands.
                 if a_element.bytes() == 2 {
                     if let Some(transpose) = a_transpose {
                         tail += &format!(", {}", transpose as u32);
@@ -535,7 +534,8 @@ impl Printer<'_> {
         }
     }
 
-    /// The mask of a multicast is a 16-bit operand; registers have 32.
+    /// Returns the lines of an instruction with a multicast mask, which is moved from its 32-bit
+    /// register to a 16-bit operand.
     fn with_mask(&self, mask: Option<Register>, line: String) -> Vec<String> {
         match mask {
             None => vec![line],
@@ -569,7 +569,7 @@ fn unary(operation: UnaryOperation, ty: Type) -> String {
         UnaryOperation::Sqrt => return "sqrt.approx.ftz.f32".to_owned(),
         UnaryOperation::Tanh => "tanh.approx",
     };
-    // Signed spelling: negation and magnitude have no unsigned form.
+    // Negation and absolute value exist only in the signed spelling.
     let ty = match ty {
         Type::U32 => Type::S32,
         Type::U64 => Type::S64,
@@ -604,7 +604,7 @@ fn binary(operation: BinaryOperation, ty: Type) -> String {
 fn compare(comparison: Comparison, ty: Type) -> &'static str {
     match comparison {
         Comparison::Equal => "eq",
-        // Of floats, `ne` is false where one of them is NaN.
+        // For floats, `ne` is false if an operand is NaN.
         Comparison::NotEqual if ty.is_integer() || ty == Type::Pred => "ne",
         Comparison::NotEqual => "neu",
         Comparison::Less => "lt",
@@ -652,7 +652,7 @@ fn space_name(space: Space) -> &'static str {
     }
 }
 
-/// Arrivals at another block's barrier are spelled out with their scope.
+/// Arrivals at another block's barrier need an explicit scope.
 fn arrive_space(space: Space) -> &'static str {
     match space {
         Space::Cluster => ".release.cluster.shared::cluster",

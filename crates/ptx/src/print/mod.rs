@@ -1,9 +1,8 @@
 //! The printer: a program as PTX text.
 //!
-//! The only place where instructions become strings. It is given validated
-//! programs and has no opinions: one statement is one line or a few, registers
-//! keep their numbers, and the text of a program never changes between runs,
-//! so it can be hashed and compared.
+//! This is the only place where instructions become text. The printer takes validated programs and
+//! makes no decisions: a statement becomes one line or a few, registers keep their numbers, and the
+//! same program always gives the same text, so that it can be hashed and compared.
 
 mod compiler;
 mod instruction;
@@ -17,7 +16,7 @@ use crate::{
     StatementKind, Type,
 };
 
-/// The program as PTX text.
+/// Prints a program as PTX.
 pub fn print(program: &Program) -> String {
     let mut printer = Printer { program, text: String::new(), labels: 0, loops: Vec::new() };
     printer.module();
@@ -28,7 +27,7 @@ struct Printer<'a> {
     program: &'a Program,
     text: String,
     labels: u32,
-    /// The labels behind the loops being printed, innermost last.
+    /// The labels after the loops being printed, innermost last.
     loops: Vec<u32>,
 }
 
@@ -68,7 +67,7 @@ impl Printer<'_> {
         let _ = writeln!(head, "\n.visible .entry {}(", program.name);
         for (index, parameter) in parameters.iter().enumerate() {
             let last = index + 1 == parameters.len();
-            // The comma belongs before the comment.
+            // The comma goes before the comment.
             let line = if last { parameter.clone() } else { parameter.replacen(" //", ", //", 1) };
             let _ = writeln!(head, "{line}");
         }
@@ -93,8 +92,8 @@ impl Printer<'_> {
         for class in [".pred", ".b16", ".b32", ".f32", ".b64"] {
             let count = self.program.registers.iter().filter(|ty| class_of(**ty) == class).count();
             if count > 0 {
-                // Registers keep their index in the program, so each class is
-                // declared with the full range; unused names cost nothing.
+                // Registers keep their index in the program, so each class is declared with the
+                // full range; unused names cost nothing.
                 let (prefix, total) = (prefix_of_class(class), self.program.registers.len());
                 self.line(1, &format!(".reg {class} {prefix}<{total}>;"));
             }
@@ -152,7 +151,7 @@ impl Printer<'_> {
 
     fn branch(&mut self, condition: Register, then: &Block, otherwise: &Block, depth: usize) {
         let predicate = self.name(condition);
-        // One instruction is guarded, not jumped over.
+        // A single instruction is predicated instead of branched over.
         if let ([statement], []) = (then.as_slice(), otherwise.as_slice())
             && let StatementKind::Instruction(instruction) = &statement.kind
         {
@@ -216,13 +215,13 @@ impl Printer<'_> {
         }
     }
 
-    /// `{a, b, c}`, always in braces.
+    /// Returns `{a, b, c}`, always in braces.
     fn list(&self, registers: &[Register]) -> String {
         let names: Vec<_> = registers.iter().map(|r| self.name(*r)).collect();
         format!("{{{}}}", names.join(", "))
     }
 
-    /// One register bare, several in braces, with the `.v2` or `.v4` that goes with it.
+    /// Returns one register without braces or several in braces, with the matching `.v2` or `.v4`.
     fn vector(&self, registers: &[Register]) -> (String, &'static str) {
         match registers {
             [single] => (self.name(*single), ""),
@@ -231,7 +230,7 @@ impl Printer<'_> {
     }
 }
 
-/// The class a register is declared in.
+/// Returns the class that a register is declared in.
 fn class_of(ty: Type) -> &'static str {
     match ty {
         Type::Pred => ".pred",
@@ -254,7 +253,7 @@ fn prefix_of_class(class: &str) -> &'static str {
     }
 }
 
-/// The type suffix of arithmetic.
+/// Returns the type suffix of arithmetic instructions.
 fn scalar_type(ty: Type) -> &'static str {
     match ty {
         Type::Pred => "pred",
@@ -272,7 +271,7 @@ fn scalar_type(ty: Type) -> &'static str {
     }
 }
 
-/// The type suffix where only the width counts.
+/// Returns the type suffix where only the width matters.
 fn bits_type(ty: Type) -> &'static str {
     match ty {
         Type::Pred => "pred",

@@ -1,4 +1,4 @@
-//! Matrices in the registers of a warpgroup.
+//! Accumulators and `A` operands of `wgmma`, in the registers of a warpgroup.
 
 use super::SharedTile;
 use crate::{
@@ -8,28 +8,26 @@ use crate::{
 /// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
 /// 128 threads of a warpgroup.
 ///
-/// Warp `w` owns rows `16w .. 16w + 16`. Lane `l` holds, of each group `j` of
-/// eight columns, the two elements from column `8j + 2 * (l % 4)` in row
-/// `l / 4` of the warp's, then the same two columns in row `l / 4 + 8`: four
-/// registers a group, in this order.
+/// Warp `w` owns rows `16w .. 16w + 16`. In each group `j` of eight columns, lane `l` holds the two
+/// elements from column `8j + 2 * (l % 4)` on in row `l / 4` of the warp's rows, then the same two
+/// columns in row `l / 4 + 8`: four registers per group, in this order.
 #[derive(Debug)]
 pub struct Accumulator {
     pub(crate) registers: Vec<Reg<F32>>,
     columns: u32,
 }
 
-/// Where in an accumulator a thread stands.
+/// The position of a thread's elements in an accumulator.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// Its first row; the second is 8 below.
+    /// The first of the thread's two rows; the second is 8 rows below.
     pub row: Reg<U32>,
-    /// Its first column in each group of eight.
+    /// The thread's first column in each group of eight.
     pub column: Reg<U32>,
 }
 
 impl Accumulator {
-    /// Registers for an accumulator, not yet written. Columns are 8 to 256, in
-    /// eights.
+    /// Creates an accumulator, not yet written, of 8 to 256 columns in multiples of 8.
     #[track_caller]
     pub fn new(k: &mut Builder, columns: u32) -> Self {
         if !columns.is_multiple_of(8) || !(8..=256).contains(&columns) {
@@ -39,7 +37,7 @@ impl Accumulator {
         Accumulator { registers: (0..registers).map(|_| k.register()).collect(), columns }
     }
 
-    /// An accumulator of zeros.
+    /// Creates an accumulator of zeros.
     #[track_caller]
     pub fn zeros(k: &mut Builder, columns: u32) -> Self {
         let accumulator = Accumulator::new(k, columns);
@@ -49,34 +47,34 @@ impl Accumulator {
         accumulator
     }
 
-    /// The same registers as an accumulator of the first columns only.
+    /// Returns an accumulator over the registers of the first `columns` columns.
     pub fn narrowed(&self, columns: u32) -> Accumulator {
         let registers = self.registers.iter().copied().take(columns as usize / 2).collect();
         Accumulator { registers, columns }
     }
 
-    /// How many columns the matrix has.
+    /// Returns the number of columns.
     pub fn columns(&self) -> u32 {
         self.columns
     }
 
-    /// The thread's elements, in register order.
+    /// Returns the thread's elements, in register order.
     pub fn registers(&self) -> &[Reg<F32>] {
         &self.registers
     }
 
-    /// In which of the thread's two rows register `index` lies: 0, or 1 for
-    /// the one 8 below.
+    /// Returns the one of the thread's two rows that register `index` belongs to: 0, or 1 for the
+    /// row 8 below.
     pub const fn row_of(index: usize) -> usize {
         index % 4 / 2
     }
 
-    /// How many columns right of the thread's first column register `index` lies.
+    /// Returns the column of register `index`, relative to the thread's first column.
     pub const fn column_of(index: usize) -> u32 {
         (8 * (index / 4) + index % 2) as u32
     }
 
-    /// Where the calling thread stands, given its index in the warpgroup.
+    /// Returns the position of a thread's elements, given its index in the warpgroup.
     #[track_caller]
     pub fn position(k: &mut Builder, thread: impl Into<Value<U32>>) -> Position {
         let thread = k.eval(thread);
@@ -86,8 +84,8 @@ impl Accumulator {
         Position { row, column }
     }
 
-    /// The matrix rounded to 16-bit elements: as it stands, the `A` operand
-    /// of a next product over these columns.
+    /// Rounds the matrix to 16-bit elements. The result has the register layout of the `A` operand
+    /// of a following product over these columns, without any exchange between lanes.
     #[track_caller]
     pub fn to_fragment<T: PackedHalf + crate::Pair>(&self, k: &mut Builder) -> Fragment {
         let registers =
@@ -96,16 +94,15 @@ impl Accumulator {
     }
 }
 
-/// More columns than an operand in registers ever has: a thread has 255 of them.
+/// An upper bound on the columns of an operand in registers: a thread has only 255 registers.
 const MOST_COLUMNS: u32 = 1024;
 
-/// An `A` operand in registers: 64 rows by some multiple of 16 columns of
-/// 16-bit elements (32 of 8-bit ones), four registers for each such step.
+/// An `A` operand in registers: 64 rows by a multiple of 16 columns of 16-bit elements (32 of 8-bit
+/// ones), four registers for each such step.
 ///
-/// The lanes hold 16-bit elements as an accumulator is held: two neighbouring
-/// columns in one register, groups of eight columns one after the other. Of
-/// 8-bit elements a register has four neighbours: lane `l` those from column
-/// `4 * (l % 4)` of each group of sixteen.
+/// 16-bit elements lie as in an [`Accumulator`]: two neighbouring columns in one register, groups
+/// of eight columns one after the other. Of 8-bit elements a register holds four neighbours: lane
+/// `l` holds those from column `4 * (l % 4)` on of each group of sixteen.
 #[derive(Clone, Debug)]
 pub struct Fragment {
     pub(crate) element: Element,
@@ -113,7 +110,7 @@ pub struct Fragment {
 }
 
 impl Fragment {
-    /// Registers for `columns` columns, not yet written.
+    /// Creates a fragment of `columns` columns, not yet written.
     #[track_caller]
     pub fn new(k: &mut Builder, element: Element, columns: u32) -> Self {
         if columns > MOST_COLUMNS {
@@ -124,7 +121,7 @@ impl Fragment {
         Fragment { element, registers }
     }
 
-    /// The element.
+    /// Returns the element type.
     pub fn element(&self) -> Element {
         self.element
     }
@@ -138,7 +135,7 @@ impl Fragment {
         k.push(Instruction::ConvertPair { dst, high: high.into(), low: low.into() });
     }
 
-    /// Puts two pairs of 8-bit elements into register `index`: four neighbours.
+    /// Packs two pairs of 8-bit elements, four neighbours, into register `index`.
     #[track_caller]
     pub fn set_four<T: PackedSmall>(&self, k: &mut Builder, index: usize, pairs: [Reg<T>; 2]) {
         let Some(&dst) = self.registers.get(index).filter(|_| self.element == T::ELEMENT) else {
@@ -149,7 +146,7 @@ impl Fragment {
         k.push(Instruction::Join { dst, low, high });
     }
 
-    /// Rounds elements, as an accumulator holds them, into all registers.
+    /// Rounds elements in the register order of an accumulator into all registers.
     #[track_caller]
     pub fn round(&self, k: &mut Builder, elements: &[Reg<F32>]) {
         for (index, pair) in elements.chunks_exact(2).enumerate() {
@@ -157,7 +154,7 @@ impl Fragment {
         }
     }
 
-    /// Copies another fragment of the same shape.
+    /// Copies another fragment of the same shape into this one.
     #[track_caller]
     pub fn set(&self, k: &mut Builder, other: &Fragment) {
         for (dst, src) in self.registers.iter().zip(&other.registers) {
@@ -165,14 +162,14 @@ impl Fragment {
         }
     }
 
-    /// The inner extent of the product.
+    /// Returns the number of columns, which is the inner (K) extent of a product.
     pub fn columns(&self) -> u32 {
         self.registers.len() as u32 / 4 * (32 / self.element.bytes())
     }
 
-    /// Stores 64 rows by 16-bit elements into the first columns of a tile;
-    /// `warp` is the warp's index in the warpgroup. Columns go in sixteens,
-    /// the last eight by themselves if need be.
+    /// Stores the fragment's 64 rows of 16-bit elements into the first columns of a tile by
+    /// `stmatrix`; `warp` is the warp's index in the warpgroup. Columns are stored 16 at a time,
+    /// and a last group of eight by itself.
     #[track_caller]
     pub fn store(&self, k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) {
         if self.element.bytes() != 2 || self.element != tile.layout.element {
@@ -186,7 +183,7 @@ impl Fragment {
         }
     }
 
-    /// Loads 64 rows of a tile; `warp` is the warp's index in the warpgroup.
+    /// Loads 64 rows of a tile by `ldmatrix`; `warp` is the warp's index in the warpgroup.
     #[track_caller]
     pub fn load(k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) -> Self {
         let element = tile.layout.element;
@@ -198,7 +195,7 @@ impl Fragment {
         fragment
     }
 
-    /// Loads 64 rows of a tile into these registers.
+    /// Loads 64 rows of a tile into the registers of this fragment.
     #[track_caller]
     pub fn load_into(&self, k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) {
         let row = k.eval(warp.into() * 16);

@@ -1,4 +1,4 @@
-//! Products on the tensor cores of a warpgroup.
+//! Warpgroup products (`wgmma`): operands, shared-memory descriptors, and products in flight.
 
 use super::{Accumulator, Fragment, SharedTile, Swizzle};
 use crate::{
@@ -14,18 +14,18 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Rows of the operand.
+    /// Returns the number of rows of the operand.
     pub fn rows(&self) -> u32 {
         if self.transposed { self.tile.columns } else { self.tile.rows }
     }
 
-    /// Columns of the operand.
+    /// Returns the number of columns of the operand.
     pub fn columns(&self) -> u32 {
         if self.transposed { self.tile.rows } else { self.tile.columns }
     }
 }
 
-/// The first operand of a product: 64 rows in shared memory or in registers.
+/// The `A` operand of a product: 64 rows in shared memory or in registers.
 #[derive(Clone, Debug)]
 pub enum MatrixA {
     /// In shared memory.
@@ -46,10 +46,10 @@ impl From<&Fragment> for MatrixA {
     }
 }
 
-/// A product that the tensor cores are working on.
+/// A product that has been started and not yet waited for.
 ///
-/// The accumulator is inside (or borrowed), so it cannot be touched until
-/// [`wait`](InFlight::wait) gives it back.
+/// The accumulator is inside (or borrowed), so it cannot be touched until [`wait`](InFlight::wait)
+/// returns it.
 #[must_use = "a product must be waited for"]
 #[derive(Debug)]
 pub struct InFlight<T> {
@@ -69,12 +69,14 @@ impl<T> InFlight<T> {
     }
 }
 
-/// A product that can be started without computing anything ([`Builder::prepare_product`]).
+/// A product whose descriptors are already computed ([`Builder::prepare_product`]), so that
+/// starting it takes no address arithmetic.
 #[derive(Debug)]
 pub struct Prepared {
     a: MatrixA,
     b: Matrix,
-    /// The descriptors of the first step.
+    /// The descriptors of the first 32-byte step along the inner extent; `first_a` is `None` for an
+    /// `A` operand in registers.
     first_a: Option<crate::Register>,
     first_b: crate::Register,
 }
@@ -82,9 +84,9 @@ pub struct Prepared {
 impl Builder {
     /// Starts `a * b`: 64 rows of `a` times all columns of `b`.
     ///
-    /// All 128 threads of a warpgroup call this. Products finish in the order
-    /// they were started. The handle counts the products started after it, so
-    /// it is waited for in the same pass of the same loop.
+    /// All 128 threads of a warpgroup call this. Products finish in the order in which they were
+    /// started. The handle knows how many products were started after it when the program is built,
+    /// so it must be waited for in the same iteration of the same loop.
     #[track_caller]
     pub fn wgmma(&mut self, a: impl Into<MatrixA>, b: Matrix) -> InFlight<Accumulator> {
         let accumulator = Accumulator::new(self, b.columns());
@@ -93,7 +95,7 @@ impl Builder {
         InFlight { group: self.commit_products(), accumulator }
     }
 
-    /// Starts `accumulator = a * b`, or `+=` by `accumulate`.
+    /// Starts `accumulator = a * b`, or `+=` as `accumulate` says.
     #[track_caller]
     pub fn wgmma_into<'a>(
         &mut self,
@@ -105,8 +107,8 @@ impl Builder {
         self.wgmma_chain(accumulator, accumulate, &[(a.into(), b)])
     }
 
-    /// Starts several products into one accumulator, one after the other, as
-    /// one group.
+    /// Starts several products into one accumulator, one after the other, as one group.
+    /// `accumulate` applies to the first; the others add.
     #[track_caller]
     pub fn wgmma_chain<'a>(
         &mut self,
@@ -122,10 +124,10 @@ impl Builder {
         InFlight { group: self.commit_products(), accumulator }
     }
 
-    /// Starts a product whose wait is [`wait_products`](Builder::wait_products):
-    /// for loops that leave one in flight around their end, where no handle
-    /// can follow. The validator still sees to it that nothing is touched
-    /// before it has landed.
+    /// Starts a product that is waited for with [`wait_products`](Builder::wait_products) instead
+    /// of a handle: for software-pipelined loops that keep a product in flight across the loop's
+    /// back edge. The validator still ensures that none of its registers is touched before the
+    /// wait.
     #[track_caller]
     pub fn start_product(
         &mut self,
@@ -139,14 +141,14 @@ impl Builder {
         self.commit_products();
     }
 
-    /// Waits until at most the `pending` latest products are in flight.
+    /// Waits until at most the latest `pending` products are in flight.
     #[track_caller]
     pub fn wait_products(&mut self, pending: u32) {
         self.push(Instruction::WgmmaWait { pending });
     }
 
-    /// Computes where the operands of a product lie, so that nothing is left to compute when it
-    /// is started. What they hold may come later.
+    /// Computes the descriptors of a product's operands ahead of its start. The operands' data need
+    /// not be in place yet.
     #[track_caller]
     pub fn prepare_product(&mut self, a: impl Into<MatrixA>, b: Matrix) -> Prepared {
         let mut first = |matrix: &Matrix, side| {
@@ -161,7 +163,7 @@ impl Builder {
         Prepared { first_b: first(&b, Side::B), a, b, first_a }
     }
 
-    /// Starts a product that was prepared.
+    /// Starts a prepared product into a new accumulator.
     #[track_caller]
     pub fn wgmma_prepared(&mut self, prepared: &Prepared) -> InFlight<Accumulator> {
         let accumulator = Accumulator::new(self, prepared.b.columns());
@@ -169,7 +171,8 @@ impl Builder {
         InFlight { group: self.commit_products(), accumulator }
     }
 
-    /// The same into an accumulator, or added to it.
+    /// Starts a prepared product into an accumulator, overwriting or adding to it as `accumulate`
+    /// says.
     #[track_caller]
     pub fn wgmma_prepared_into<'a>(
         &mut self,
@@ -206,7 +209,7 @@ impl Builder {
         self.wgmma_groups
     }
 
-    /// Issues one instruction for each 32 bytes of the inner extent.
+    /// Issues one `wgmma` for each 32 bytes of the inner extent.
     #[track_caller]
     fn issue_product(
         &mut self,
@@ -229,7 +232,8 @@ impl Builder {
         });
     }
 
-    /// The same with descriptors from elsewhere.
+    /// Issues one `wgmma` for each 32 bytes of the inner extent, with the descriptors that
+    /// `descriptor` returns for an operand and a step.
     #[track_caller]
     fn issue_steps(
         &mut self,
@@ -279,8 +283,8 @@ impl Builder {
                 accumulate: if step == 0 { accumulate } else { Accumulate::Yes },
                 a,
                 b: b_descriptor,
-                // The hardware calls the operand transposed when its inner
-                // extent is not the contiguous one: as `b` lies by nature.
+                // The hardware calls an operand transposed when it is not K-major. `B` as it lies
+                // (K rows by N columns) is contiguous along N.
                 b_transpose: !b.transposed,
                 negate_a: false,
                 negate_b: false,
@@ -288,9 +292,8 @@ impl Builder {
         }
     }
 
-    /// The address field of a descriptor: bits 4 to 17 of the address. In a
-    /// cluster the upper bits say whose shared memory it is and must go; a
-    /// block by itself has none.
+    /// Returns the address field of a descriptor: bits 4 to 17 of the address. In a cluster the
+    /// bits above encode the rank of the block and are masked off; without a cluster they are zero.
     #[track_caller]
     fn encode_address(&mut self, address: Reg<SharedAddress>) -> Reg<U64> {
         let mut bits: Value<U32> = address.reinterpret();
@@ -301,26 +304,25 @@ impl Builder {
     }
 }
 
-/// Which operand a matrix is: the left one is contiguous along the inner
-/// extent as it lies, the right one when it is transposed.
+/// The side of the product that a matrix is on. As it lies, `A` is contiguous along the inner (K)
+/// extent; `B` is when it is transposed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     A,
     B,
 }
 
-/// The constant part of a shared-memory descriptor and its step along the
-/// inner extent of the product.
+/// The constant fields of a shared-memory descriptor, and its increments along the inner (K) extent
+/// of the product.
 ///
-/// The two strides mean different things by layout. With the inner extent
-/// contiguous and swizzled, the stride offset is the pattern of eight rows and
-/// the leading offset is ignored; unswizzled, the leading offset is the
-/// distance of 16-byte columns. With the outer extent contiguous and
-/// swizzled, the leading offset is the distance of panels and the stride
-/// offset that of groups of eight inner rows; unswizzled, they change places.
+/// The meaning of the two strides depends on the layout. K-major and swizzled: the stride offset is
+/// the size of the eight-row swizzle pattern and the leading offset is ignored; unswizzled, the
+/// leading offset is the distance between 16-byte columns. MN-major and swizzled: the leading
+/// offset is the distance between panels and the stride offset that between groups of eight rows
+/// along K; unswizzled, the two change places.
 struct Descriptor {
     constant: u64,
-    /// Bytes from one 32-byte step of the inner extent to the next, by step.
+    /// The offset in bytes of a 32-byte step along the inner extent, by its index.
     step_bytes: fn(&SharedTile, u32) -> u32,
     tile: SharedTile,
 }
@@ -350,7 +352,7 @@ impl Descriptor {
         add(k, encoded.into(), self.constant + offset)
     }
 
-    /// That of a step from that of the first.
+    /// Returns the descriptor of a step, given that of the first step.
     #[track_caller]
     fn after(&self, k: &mut Builder, first: crate::Register, step: u32) -> crate::Register {
         match (self.step_bytes)(&self.tile, step) as u64 >> 4 {
@@ -373,15 +375,15 @@ fn add(k: &mut Builder, a: Operand, b: u64) -> crate::Register {
     dst.register
 }
 
-/// The inner extent runs along the rows of the tile: through the panel, then
-/// on to the next one.
+/// Returns the offset of a step where the inner extent runs along the rows of the tile: through one
+/// panel, then on to the next.
 fn step_along_row(tile: &SharedTile, step: u32) -> u32 {
     let bytes = step * 32;
     let width = tile.layout.swizzle.width();
     bytes / width * tile.layout.panel_bytes() + bytes % width
 }
 
-/// The inner extent runs down the columns of the tile.
+/// Returns the offset of a step where the inner extent runs down the columns of the tile.
 fn step_along_column(tile: &SharedTile, step: u32) -> u32 {
     step * (32 / tile.layout.element.bytes()) * tile.layout.swizzle.width()
 }

@@ -1,10 +1,10 @@
-//! The tile vocabulary: matrices in shared memory and in registers, products
-//! of them, and the pipelines that move them.
+//! The tile layer: matrices in shared memory and in registers, products of them, and the pipelines
+//! that move them.
 //!
-//! The layout arithmetic (panels, swizzles, descriptors, fragments, phases) is
-//! written here once; a kernel names tiles and reads like its algorithm. What is
-//! in this folder is of a warpgroup, by `wgmma` and TMA; `warp/` is of one warp,
-//! by `mma.sync` and `cp.async`.
+//! The layout arithmetic (panels, swizzles, descriptors, fragments, phases) is written here once,
+//! so that a kernel names tiles and reads like its algorithm. The files of this folder are for
+//! warpgroups, with `wgmma` and TMA; those of `warp/` are for single warps, with `mma.sync` and
+//! `cp.async`.
 
 mod accumulator;
 mod layout;

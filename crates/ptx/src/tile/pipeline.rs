@@ -1,16 +1,15 @@
-//! Memory barriers, and pipelines of them that know their phase.
+//! Arrays of mbarriers, and multi-stage pipelines that keep track of their phases.
 //!
-//! A pipeline of some stages has two barriers a stage: *full*, which the copy
-//! engine completes when the data is there, and *empty*, at which consumers
-//! arrive when they have read it. Both sides walk the stages in a circle; a
-//! barrier's parity flips each time around, so each side keeps a stage and a
-//! phase and nothing else.
+//! A pipeline has two mbarriers per stage: *full*, which completes when the producer's data has
+//! arrived, and *empty*, at which consumers arrive when they have read it. Both sides walk the
+//! stages as a ring; the parity of a barrier flips on every round, so each side keeps only a stage
+//! index and a phase.
 
 use crate::{
     Builder, Choose, Expression, Fence, Instruction, Operand, Reg, Scope, SharedAddress, U32, Value,
 };
 
-/// Some memory barriers, 8 bytes each.
+/// An array of mbarriers in shared memory, 8 bytes each.
 #[derive(Clone, Debug)]
 pub struct Barriers {
     offset: u32,
@@ -19,8 +18,8 @@ pub struct Barriers {
 }
 
 impl Barriers {
-    /// Reserves `count` barriers whose phases end after `arrivals` arrivals
-    /// (and after all bytes that were expected have come).
+    /// Reserves `count` mbarriers whose phases end after `arrivals` arrivals (and after all
+    /// expected bytes have arrived).
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, mut count: u32, arrivals: u32) -> Self {
         if count > k.target().shared_memory_limit() / 8 {
@@ -31,8 +30,8 @@ impl Barriers {
         Barriers { offset, count, arrivals }
     }
 
-    /// Initialises them; one thread does this, then
-    /// [`Builder::barriers_ready`] makes it known to the others.
+    /// Initialises the mbarriers. One thread calls this; [`Builder::barriers_ready`] then makes the
+    /// initialisation visible to the others.
     #[track_caller]
     pub fn init(&self, k: &mut Builder) {
         for index in 0..self.count {
@@ -43,7 +42,7 @@ impl Barriers {
         }
     }
 
-    /// The address of one.
+    /// Returns the address of the mbarrier with this index.
     #[track_caller]
     pub fn at(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> Reg<SharedAddress> {
         let base = k.shared_address(self.offset);
@@ -52,8 +51,8 @@ impl Barriers {
 }
 
 impl Builder {
-    /// All threads wait here until initialised barriers can be used, by the
-    /// whole cluster if there is one.
+    /// Waits until the initialised mbarriers can be used by all threads of the block, or of the
+    /// cluster if there is one.
     #[track_caller]
     pub fn barriers_ready(&mut self) {
         self.fence(Fence::MbarrierInit);
@@ -65,7 +64,8 @@ impl Builder {
     }
 }
 
-/// Stages that a producer fills and consumers drain.
+/// A ring of stages that a producer fills and consumers drain, as pairs of full and empty
+/// mbarriers. The data itself lives elsewhere, for example in [`SharedTiles`](crate::SharedTiles).
 #[derive(Clone, Debug)]
 pub struct Pipeline {
     full: Barriers,
@@ -74,14 +74,15 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Reserves the barriers. `consumers` arrivals empty a stage.
+    /// Reserves the mbarriers of a pipeline that one thread fills. `consumers` arrivals empty a
+    /// stage.
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, stages: u32, consumers: u32) -> Self {
         Pipeline::of_producers(k, name, stages, 1, consumers)
     }
 
-    /// The same where several threads fill a stage by ordinary stores: `producers` arrivals make it
-    /// full.
+    /// Reserves the mbarriers of a pipeline whose stages are full after `producers` arrivals, for
+    /// several threads that fill them with ordinary stores. `consumers` arrivals empty a stage.
     #[track_caller]
     pub fn of_producers(
         k: &mut Builder,
@@ -95,29 +96,29 @@ impl Pipeline {
         Pipeline { full, empty, stages }
     }
 
-    /// Initialises the barriers; one thread does this.
+    /// Initialises the mbarriers. One thread calls this.
     #[track_caller]
     pub fn init(&self, k: &mut Builder) {
         self.full.init(k);
         self.empty.init(k);
     }
 
-    /// The filling side. Its first time around no stage has been used yet,
-    /// which the parity 1 of the phase before the first stands for.
+    /// Creates the producer's side. Its phase begins at 1: a wait for the parity of the phase
+    /// before the first returns at once, so all stages count as empty in the first round.
     #[track_caller]
     pub fn producer(&self, k: &mut Builder) -> Producer {
         Producer { cursor: Cursor::new(k, self.clone(), 1) }
     }
 
-    /// The filling side that stands where that of another pipeline with as many stages stands: it
-    /// advances for both.
+    /// Creates the producer's side of this pipeline on top of that of another pipeline with as many
+    /// stages. Both share one stage index and phase; advancing either advances both.
     pub fn producer_beside(&self, other: &Producer) -> Producer {
         let Cursor { stage, phase, .. } = other.cursor;
         Producer { cursor: Cursor { pipeline: self.clone(), stage, phase } }
     }
 
-    /// Waits until a stage is full, for a consumer that counts stages and phases by itself: where
-    /// the steps of a loop are unrolled, stages are constants.
+    /// Waits until a stage is full, for a consumer that keeps track of stages and phases itself: in
+    /// an unrolled loop, stage indices are constants.
     #[track_caller]
     pub fn wait_full(
         &self,
@@ -129,8 +130,8 @@ impl Pipeline {
         k.mbarrier_wait(full, phase, Scope::Block);
     }
 
-    /// Gives a stage back by one arrival. Every thread calls this; those where `arrives` holds do
-    /// the arriving.
+    /// Releases a stage to the producer with one arrival. Every thread calls this; those where
+    /// `arrives` holds arrive.
     #[track_caller]
     pub fn give_back(
         &self,
@@ -144,14 +145,14 @@ impl Pipeline {
         k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
     }
 
-    /// The draining side.
+    /// Creates a consumer's side.
     #[track_caller]
     pub fn consumer(&self, k: &mut Builder) -> Consumer {
         Consumer { cursor: Cursor::new(k, self.clone(), 0) }
     }
 }
 
-/// Where one side stands in the circle.
+/// The position of one side in the ring: its current stage and the parity it waits for.
 #[derive(Debug)]
 struct Cursor {
     pipeline: Pipeline,
@@ -178,14 +179,14 @@ impl Cursor {
     }
 }
 
-/// The filling side of a [`Pipeline`]: one thread.
+/// The producer's side of a [`Pipeline`]: one thread, or several that advance alike.
 #[derive(Debug)]
 pub struct Producer {
     cursor: Cursor,
 }
 
 impl Producer {
-    /// Waits until the next stage is empty and gives its index.
+    /// Waits until the current stage is empty and returns its index.
     #[track_caller]
     pub fn acquire(&self, k: &mut Builder) -> Reg<U32> {
         let empty = self.cursor.pipeline.empty.at(k, self.cursor.stage);
@@ -193,8 +194,8 @@ impl Producer {
         self.cursor.stage
     }
 
-    /// Announces `bytes` for the stage and gives the barrier that the copies
-    /// complete on.
+    /// Arrives at the stage's full barrier expecting `bytes`, and returns the barrier for the
+    /// copies to complete on.
     #[track_caller]
     pub fn expect(&self, k: &mut Builder, bytes: u32) -> Reg<SharedAddress> {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
@@ -202,15 +203,15 @@ impl Producer {
         full
     }
 
-    /// Announces that the stage is full, where ordinary stores filled it.
+    /// Arrives at the stage's full barrier, for a stage that ordinary stores filled.
     #[track_caller]
     pub fn publish(&self, k: &mut Builder) {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
         k.mbarrier_arrive(full);
     }
 
-    /// The same by one of several arrivals. Every thread calls this; those where `arrives` holds
-    /// do the arriving.
+    /// Arrives at the stage's full barrier as one of several producers. Every thread calls this;
+    /// those where `arrives` holds arrive.
     #[track_caller]
     pub fn publish_if(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
@@ -219,31 +220,32 @@ impl Producer {
         k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
     }
 
-    /// Goes on to the next stage.
+    /// Advances to the next stage.
     #[track_caller]
     pub fn advance(&self, k: &mut Builder) {
         self.cursor.advance(k);
     }
 
-    /// The phase that the stage is waited for with, for other barriers that come around alike.
+    /// Returns the parity with which the current stage is waited for, for other barriers that
+    /// advance in step with this pipeline.
     pub fn phase(&self) -> Reg<U32> {
         self.cursor.phase
     }
 
-    /// The stage that is next.
+    /// Returns the index of the current stage.
     pub fn stage(&self) -> Reg<U32> {
         self.cursor.stage
     }
 }
 
-/// The draining side of a [`Pipeline`]: any number of threads, all walking alike.
+/// A consumer's side of a [`Pipeline`]: any number of threads that advance alike.
 #[derive(Debug)]
 pub struct Consumer {
     cursor: Cursor,
 }
 
 impl Consumer {
-    /// Waits until the next stage is full and gives its index.
+    /// Waits until the current stage is full and returns its index.
     #[track_caller]
     pub fn wait(&self, k: &mut Builder) -> Reg<U32> {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
@@ -251,31 +253,34 @@ impl Consumer {
         self.cursor.stage
     }
 
-    /// The stage last waited for, until it is given back.
+    /// Returns the index of the current stage: the one last waited for, until it is released.
     pub fn stage(&self) -> Reg<U32> {
         self.cursor.stage
     }
 
-    /// The phase that goes with it, for other barriers that come around alike.
+    /// Returns the parity of the current stage, for other barriers that advance in step with this
+    /// pipeline.
     pub fn phase(&self) -> Reg<U32> {
         self.cursor.phase
     }
 
-    /// Gives the stage back by one arrival and goes on to the next. Every
-    /// thread calls this; those where `arrives` holds do the arriving.
+    /// Releases the current stage with one arrival and advances to the next. Every thread calls
+    /// this; those where `arrives` holds arrive.
     #[track_caller]
     pub fn release(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
         self.give_back(k, self.cursor.stage, arrives);
         self.cursor.advance(k);
     }
 
-    /// Goes on to the next stage and keeps this one, to be given back later.
+    /// Advances to the next stage without releasing the current one, which
+    /// [`give_back`](Consumer::give_back) releases later.
     #[track_caller]
     pub fn keep(&self, k: &mut Builder) {
         self.cursor.advance(k);
     }
 
-    /// Gives back a stage that was kept, as [`release`](Consumer::release) does.
+    /// Releases a stage that [`keep`](Consumer::keep) passed over, as
+    /// [`release`](Consumer::release) does.
     #[track_caller]
     pub fn give_back(
         &self,
@@ -286,8 +291,9 @@ impl Consumer {
         self.cursor.pipeline.give_back(k, stage, arrives);
     }
 
-    /// The same for a stage that several blocks of the cluster fill by
-    /// multicast: thread `r` below the cluster's size arrives at block `r`'s barrier.
+    /// Releases the current stage and advances, for a stage that several blocks of the cluster fill
+    /// by multicast: the thread whose `arriving_rank` is `r`, below the cluster's size, arrives at
+    /// the empty barrier of block `r`.
     #[track_caller]
     pub fn release_cluster(&self, k: &mut Builder, arriving_rank: Reg<U32>) {
         let blocks = k.cluster_size();

@@ -1,11 +1,11 @@
-//! Tiles in shared memory.
+//! Tiles in shared memory: allocation, views of rows and panels, element addresses, and TMA loads.
 
 use super::{Matrix, TileLayout};
 use crate::{
     Address, Builder, CopyHint, Expression, Reg, S32, SharedAddress, TensorMap, U32, Value,
 };
 
-/// Room in shared memory for some tiles of one layout: the stages of a pipeline.
+/// Shared memory for several tiles of one layout: the stages of a pipeline.
 #[derive(Clone, Debug)]
 pub struct SharedTiles {
     layout: TileLayout,
@@ -13,10 +13,10 @@ pub struct SharedTiles {
     stages: u32,
 }
 
-/// One tile in shared memory, or some of its rows and columns.
+/// A view of one tile in shared memory, or of some of its rows and columns.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedTile {
-    /// The layout of the whole tile.
+    /// The layout of the whole tile, also for a view of a part.
     pub(crate) layout: TileLayout,
     pub(crate) address: Reg<SharedAddress>,
     pub(crate) rows: u32,
@@ -24,7 +24,7 @@ pub struct SharedTile {
 }
 
 impl SharedTiles {
-    /// Reserves room for `stages` tiles.
+    /// Reserves shared memory for `stages` tiles.
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, stages: u32) -> Self {
         let layout = possible(k, name, layout);
@@ -32,7 +32,7 @@ impl SharedTiles {
         SharedTiles { layout, offset, stages }
     }
 
-    /// The same memory as one tile of another layout, which must not need more.
+    /// Returns the same memory as one tile of another layout, which must fit.
     #[track_caller]
     pub fn reused_as(&self, k: &mut Builder, layout: TileLayout) -> Self {
         let bytes = stride(self.layout).saturating_mul(self.stages);
@@ -46,17 +46,17 @@ impl SharedTiles {
         SharedTiles { layout, offset: self.offset, stages: 1 }
     }
 
-    /// The layout of each.
+    /// Returns the layout of each tile.
     pub fn layout(&self) -> TileLayout {
         self.layout
     }
 
-    /// How many there are.
+    /// Returns the number of stages.
     pub fn stages(&self) -> u32 {
         self.stages
     }
 
-    /// The tile of a stage.
+    /// Returns the tile of a stage.
     #[track_caller]
     pub fn at(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> SharedTile {
         let base = k.shared_address(self.offset);
@@ -67,13 +67,13 @@ impl SharedTiles {
     }
 }
 
-/// Bytes from one stage's tile to the next.
+/// Returns the distance in bytes from one stage's tile to the next.
 fn stride(layout: TileLayout) -> u32 {
     layout.bytes().next_multiple_of(layout.alignment())
 }
 
-/// The layout, or for one that no shared memory has room for the smallest: what
-/// is built from there on is refused, and shall be small.
+/// Returns the layout, or reports a misuse and returns the smallest layout if shared memory has no
+/// room for it: what is built from there on is refused anyway and should stay small.
 #[track_caller]
 pub(super) fn possible(k: &mut Builder, name: &str, layout: TileLayout) -> TileLayout {
     let TileLayout { rows, columns, .. } = layout;
@@ -87,18 +87,18 @@ pub(super) fn possible(k: &mut Builder, name: &str, layout: TileLayout) -> TileL
 }
 
 impl SharedTile {
-    /// The layout of the whole tile.
+    /// Returns the layout of the whole tile.
     pub fn layout(&self) -> TileLayout {
         self.layout
     }
 
-    /// The address of its first byte.
+    /// Returns the address of the first byte.
     pub fn address(&self) -> Reg<SharedAddress> {
         self.address
     }
 
-    /// `count` rows from `start` on; both multiples of 8, which the swizzle
-    /// repeats after.
+    /// Returns a view of `count` rows from `start` on. Both are multiples of 8, the period of the
+    /// swizzle.
     #[track_caller]
     pub fn rows(&self, k: &mut Builder, start: impl Into<Value<U32>>, count: u32) -> SharedTile {
         if !count.is_multiple_of(8) || count > self.rows {
@@ -108,7 +108,7 @@ impl SharedTile {
         SharedTile { address, rows: count.min(self.rows), ..*self }
     }
 
-    /// The first `count` columns.
+    /// Returns a view of the first `count` columns.
     #[track_caller]
     pub fn first_columns(&self, k: &mut Builder, count: u32) -> SharedTile {
         if count > self.columns {
@@ -117,24 +117,24 @@ impl SharedTile {
         SharedTile { columns: count.min(self.columns), ..*self }
     }
 
-    /// One of its panels: as many columns as the swizzle is wide.
+    /// Returns a view of one panel: as many columns as the swizzle is wide.
     #[track_caller]
     pub fn panel(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> SharedTile {
         let address = k.eval(self.address + index.into() * self.layout.panel_bytes());
         SharedTile { address, columns: self.layout.panel_columns(), ..*self }
     }
 
-    /// The tile as a matrix operand, as it lies: rows by columns.
+    /// Returns the tile as a matrix operand, not transposed: rows by columns.
     pub fn matrix(&self) -> Matrix {
         Matrix { tile: *self, transposed: false }
     }
 
-    /// The tile as a matrix operand, transposed: columns by rows.
+    /// Returns the tile as a matrix operand, transposed: columns by rows.
     pub fn transposed(&self) -> Matrix {
         Matrix { tile: *self, transposed: true }
     }
 
-    /// The address of an element, the swizzle applied.
+    /// Returns the address of an element, with the swizzle applied.
     #[track_caller]
     pub fn element_address(
         &self,
@@ -152,10 +152,9 @@ impl SharedTile {
         k.eval(self.address + swizzled)
     }
 
-    /// Brings the tile from a tensor, one copy a panel, completing on
-    /// `barrier`. `corner` says where in the tensor the tile begins: its
-    /// column, its row, then the tensor's further coordinates. One thread
-    /// calls this.
+    /// Issues the TMA loads of the tile from a tensor, one per panel, completing on `barrier`.
+    /// `corner` is the position of the tile in the tensor: its column, its row, then the tensor's
+    /// further coordinates. One thread calls this.
     #[track_caller]
     pub fn load(
         &self,
@@ -179,8 +178,8 @@ impl SharedTile {
         }
     }
 
-    /// The addresses each lane gives `ldmatrix` or `stmatrix` for 16 rows from `row` on, the same
-    /// in each lane, by 16 columns of 16-bit elements, once for each 16 columns.
+    /// Returns the addresses that each lane passes to `ldmatrix` or `stmatrix` for the 16 rows from
+    /// `row` on (a warp-uniform value), one for each step of 16 columns of 16-bit elements.
     #[track_caller]
     pub(crate) fn fragment_addresses(
         &self,
@@ -188,8 +187,8 @@ impl SharedTile {
         row: impl Into<Value<U32>>,
         steps: usize,
     ) -> Vec<Address> {
-        // Matrices in the order rows 0..8, rows 8..16, then the same for
-        // columns 8..16: lane l addresses row l % 16, columns from 8 * (l / 16).
+        // The order of the matrices is rows 0..8, rows 8..16, then the same for columns 8..16: lane
+        // l addresses row l % 16, columns from 8 * (l / 16) on.
         const COLUMNS: u32 = 16;
         let lane = k.lane();
         let row = k.eval(row.into() + lane % 16);
@@ -202,8 +201,8 @@ impl SharedTile {
             };
             return (0..steps).map(step).collect();
         }
-        // Inside a panel the swizzle only flips bits, and so do further columns; panels follow at
-        // a distance.
+        // Inside a panel, the swizzle and a step of 16 columns are both exclusive ors of address
+        // bits; further panels are at a constant distance.
         let first = self.element_address(k, row, column);
         let bits = first.reinterpret::<U32>();
         let within: Vec<Reg<SharedAddress>> = (0..(panel / COLUMNS).min(steps as u32))

@@ -1,15 +1,15 @@
-//! What can be wrong with a program, and where.
+//! The errors of the validator, with their places in the kernel's source.
 
 use std::fmt;
 
 use crate::{Capability, Expected, Place, Register, Target, Type};
 
-/// A program is not valid: what is wrong, and the place in the kernel's source.
+/// The error of an invalid program: the fault and its place in the kernel's source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Invalid {
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
-    /// Where the statement was written; none for faults of the whole program.
+    /// The place where the statement was written, or `None` for a fault of the whole program.
     pub place: Option<Place>,
 }
 
@@ -40,12 +40,12 @@ impl fmt::Display for Invalid {
 
 impl std::error::Error for Invalid {}
 
-/// What is wrong with a program.
+/// A fault of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[allow(missing_docs)] // the messages speak for the fields
 pub enum Fault {
-    /// The tile vocabulary was used wrongly.
+    /// The builder or the tile types were used wrongly.
     Misuse { text: String },
     /// The launch is impossible.
     Launch { text: String },
@@ -55,29 +55,29 @@ pub enum Fault {
     Capability { capability: Capability, target: Target },
     /// A register that the program does not declare.
     UnknownRegister { register: Register },
-    /// A register of another type than the instruction wants.
+    /// A register whose type is not the one that the instruction expects.
     Type { register: Register, found: Type, expected: Expected },
-    /// A constant where only a register can stand.
+    /// A constant in a position that takes only registers.
     NoImmediate { expected: Expected },
     /// A constant that its type cannot hold.
     ImmediateRange { bits: u64, width: u32 },
-    /// A combination of modifiers that does not exist.
+    /// A combination of modifiers that no instruction has.
     Form { text: String },
-    /// A parameter that the program does not declare, or of another kind.
+    /// A parameter that the program does not declare, or that is of another kind.
     Parameter { index: u32, wanted: &'static str },
-    /// A register is read that not every path has written.
+    /// A register that is read although not every path has written it.
     Unassigned { register: Register, ty: Type },
     /// A break outside of any loop.
     BreakOutsideLoop,
-    /// A register of a product in flight is touched before its wait.
+    /// A register of a `wgmma` in flight that is touched before the wait.
     InFlight { register: Register, issued: Place },
-    /// A product whose registers were touched after the last fence.
+    /// A `wgmma` whose registers were touched after the last `wgmma.fence`.
     Unfenced { register: Register },
-    /// Products were issued and not closed into a group.
+    /// A `wgmma` that was issued but not committed into a group.
     Uncommitted { issued: Place },
-    /// A group of products is still in flight at the end.
+    /// A group of `wgmma`s that is still in flight at the end of the program.
     NeverWaited { issued: Place },
-    /// Together the roles hold more registers than there are.
+    /// Register budgets of roles that together exceed the registers of the block.
     RegisterBudget { wanted: u32, available: u32 },
 }
 

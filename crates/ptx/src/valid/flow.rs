@@ -1,6 +1,8 @@
-//! Checks along the paths of a program: assignment, and products in flight.
+//! Checks along the paths of a program: every register is written before it is read, and the
+//! registers of `wgmma`s in flight are left alone.
 //!
-//! Both walk the tree of statements, loops until nothing changes any more.
+//! One abstract interpretation does both. It walks the tree of statements with a [`State`], merges
+//! states where paths meet, and repeats loops until the state at their head no longer changes.
 
 use std::collections::BTreeSet;
 
@@ -23,26 +25,27 @@ pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     Ok(())
 }
 
-/// As many groups as a wait can leave in flight, and one.
+/// The number of groups that are told apart: a wait can leave at most 7 in flight, and all older
+/// groups are handled as one.
 const MOST_GROUPS: usize = 8;
 
-/// What is known at a point of the program.
+/// The facts known at a point of the program.
 #[derive(Clone)]
 struct State {
-    /// Registers that every path has written.
+    /// The registers that every path has written.
     assigned: Bits,
-    /// Registers touched by other instructions since the last fence.
+    /// The registers that other instructions may have touched since the last `wgmma.fence`.
     touched: Bits,
-    /// Products issued and not yet committed.
+    /// The products that were issued and not yet committed.
     open: Vec<Product>,
-    /// Committed groups, oldest first.
+    /// The committed groups that may be in flight, oldest first.
     groups: Vec<Vec<Product>>,
 }
 
 #[derive(Clone, PartialEq, Eq)]
 struct Product {
     registers: BTreeSet<Register>,
-    /// The accumulator, which a next product may add to without a wait.
+    /// The accumulator, to which a following product may add without a wait.
     accumulator: Vec<Register>,
     issued: Place,
 }
@@ -57,8 +60,8 @@ impl State {
         }
     }
 
-    /// The state where two paths meet: what both have written, what either
-    /// may have touched or left in flight. Groups are matched from the newest
+    /// Merges the state of another path: registers that both have written, and registers and
+    /// products that either may have touched or left in flight. Groups are matched from the newest
     /// on, as waits count them.
     fn meet(&mut self, other: &State) {
         self.assigned.intersect(&other.assigned);
@@ -72,8 +75,8 @@ impl State {
         }
     }
 
-    /// Groups that every wait waits for are one: a loop that commits one more at
-    /// each pass comes to an end here too.
+    /// Merges the oldest groups, which no wait tells apart, so that a loop that commits one more
+    /// group in each iteration reaches a fixed point.
     fn join_oldest(&mut self) {
         while self.groups.len() > MOST_GROUPS {
             let oldest = self.groups.remove(0);
@@ -95,7 +98,7 @@ impl State {
 
 struct Walk<'a> {
     program: &'a Program,
-    /// The states at the breaks of the loops being walked, innermost last.
+    /// The states at the breaks of the enclosing loops, innermost last.
     breaks: Vec<Vec<State>>,
 }
 
@@ -133,8 +136,8 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Walks a loop until nothing new comes around: what its end leaves behind
-    /// meets what was there before it.
+    /// Walks a loop until the state at its head, merged with the state at the end of its body, no
+    /// longer changes.
     fn repeat(&mut self, body: &Block, state: &mut State) -> Result<(), Invalid> {
         loop {
             let head = state.clone();
@@ -147,7 +150,8 @@ impl Walk<'_> {
                 *state = again;
                 continue;
             }
-            // Behind the loop is where its breaks lead; without any, nowhere.
+            // Execution continues after the loop only from its breaks; a loop without any never
+            // ends.
             let mut breaks = breaks.into_iter();
             if let Some(mut first) = breaks.next() {
                 for other in breaks {
@@ -182,7 +186,7 @@ impl Walk<'_> {
             }
         });
         if let Instruction::Wgmma { d, accumulate, .. } = instruction {
-            // What a predicate decides, the simulator checks.
+            // Whether a predicated product reads its accumulator, only the simulator can check.
             let reads = *accumulate == Accumulate::Yes;
             return self.product(d, reads, &accesses, state, place);
         }
@@ -211,7 +215,8 @@ impl Walk<'_> {
             }
             Instruction::WgmmaWait { pending } => {
                 let done = state.groups.len().saturating_sub(*pending as usize);
-                // What has landed was written by the tensor cores, after the fence.
+                // The finished accumulators were written by the tensor cores, so they do not count
+                // as touched since the fence.
                 state.groups.drain(..done);
             }
             _ => {}
@@ -231,7 +236,7 @@ impl Walk<'_> {
         for (access, register) in accesses {
             let (access, register) = (*access, *register);
             if access == Access::Read {
-                // Descriptors and predicates are read at issue.
+                // Descriptors and predicates are read when the product is issued.
                 self.read(register, state, place)?;
                 continue;
             }
@@ -243,7 +248,8 @@ impl Walk<'_> {
             if state.touched.has(register) {
                 return Err(Invalid::at(Fault::Unfenced { register }, place));
             }
-            // Products may chain through one accumulator, not otherwise share registers.
+            // Products may chain through the same accumulator; they may not share registers in any
+            // other way except as operands that both only read.
             let clash = state.in_flight().find(|p| {
                 p.registers.contains(&register)
                     && p.accumulator != accumulator
@@ -264,7 +270,7 @@ impl Walk<'_> {
     }
 }
 
-/// Adds the products of another path that this one does not have.
+/// Adds the products of another path that this one lacks.
 fn add_products(mine: &mut Vec<Product>, theirs: &[Product]) {
     for product in theirs {
         if !mine.contains(product) {

@@ -1,10 +1,9 @@
-//! Checks of single instructions: does this combination of modifiers exist?
+//! Checks of single instructions: whether the combination of modifiers exists.
 
 use super::error::Fault;
 use crate::*;
 
-/// What is wrong with the form of an instruction whose operands have the
-/// right types.
+/// Returns the fault in the form of an instruction whose operands have the right types.
 pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Fault> {
     use Instruction as I;
     let type_of = |register: &Register| program.type_of(*register);
@@ -261,7 +260,7 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
     }
 }
 
-/// A fault of form unless the condition holds; the text names what does not exist.
+/// Returns a fault unless the form exists; the text names the form.
 fn unless(exists: bool, text: impl FnOnce() -> String) -> Option<Fault> {
     (!exists).then(|| Fault::Form { text: format!("there is no such instruction: {}", text()) })
 }
@@ -312,7 +311,7 @@ fn conversion_exists(to: Type, from: Type) -> bool {
         (Type::F32, Type::F16 | Type::BF16) | (Type::F16 | Type::BF16, Type::F32) => true,
         (Type::F32, from) => from.is_integer(),
         (to, Type::F32) => to.is_integer(),
-        // Between signs of one width the bits stay: a move.
+        // Converting between signed and unsigned of one width keeps the bits, which is a move.
         (to, from) => to.is_integer() && from.is_integer() && to.bits() != from.bits(),
     }
 }
@@ -329,7 +328,7 @@ fn atomic_exists(operation: AtomicOperation, ty: Type, space: Space) -> bool {
     }
 }
 
-/// Several registers make a vector of one type, at most 16 bytes.
+/// Checks that the registers form a vector: one, two or four of the same type, at most 16 bytes.
 fn vector_fault(program: &Program, registers: &[Register]) -> Option<Fault> {
     let Some(first) = registers.first().map(|r| program.type_of(*r)) else {
         return Some(Fault::Form { text: "an access of no register".to_owned() });
@@ -426,8 +425,8 @@ fn bulk_fault(bytes: Operand) -> Option<Fault> {
     }
 }
 
-/// Coordinates match the rank of the map, where the map's register is written
-/// once, by reading a parameter.
+/// Checks that the number of coordinates matches the rank of the tensor map. The rank is known
+/// where the map's register is written by reading a parameter.
 fn tensor_fault(program: &Program, map: Register, coordinates: usize) -> Option<Fault> {
     if !(1..=5).contains(&coordinates) {
         return Some(Fault::Form { text: format!("a tensor of {coordinates} dimensions") });

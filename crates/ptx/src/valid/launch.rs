@@ -1,4 +1,5 @@
-//! Checks of the launch: threads, shared memory, parameters, roles.
+//! Checks of the launch: name, target, block and cluster size, shared memory, parameters, roles and
+//! their register budgets.
 
 use std::ops::Range;
 
@@ -43,7 +44,8 @@ pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     check_budgets(program)
 }
 
-/// Whether an assembler knows the target, and features of its own where they are asked for.
+/// Returns whether assemblers support the target, with architecture-specific features if it asks
+/// for them.
 fn exists(target: Target) -> bool {
     match target.architecture {
         75 | 80 | 86 | 87 | 88 | 89 => !target.specific,
@@ -52,8 +54,8 @@ fn exists(target: Target) -> bool {
     }
 }
 
-/// Names are printed as comments: these end with the line, and assemblers take
-/// only ASCII, even there.
+/// Checks that a name is printable ASCII: names are printed as comments, which end with the line,
+/// and assemblers accept only ASCII even there.
 fn name_fault(name: &str) -> Option<Fault> {
     let prints = |c: char| c == ' ' || c.is_ascii_graphic();
     (!name.chars().all(prints)).then(|| Fault::Launch {
@@ -120,7 +122,7 @@ fn check_parameters(program: &Program) -> Result<(), Invalid> {
     Ok(())
 }
 
-/// What the copy engine would refuse about a box.
+/// Returns the reason why TMA would refuse a box.
 fn box_fault(tensor_box: &TensorBox) -> Option<String> {
     let extent = &tensor_box.extent;
     if extent.is_empty() || extent.len() > 5 {
@@ -142,8 +144,8 @@ fn box_fault(tensor_box: &TensorBox) -> Option<String> {
     None
 }
 
-/// Roles are whole warps of the block; a register budget is a matter of a
-/// whole warpgroup.
+/// Checks that a role is made of whole warps of the block, and of whole warpgroups if it sets a
+/// register budget.
 pub(super) fn role_fault(
     program: &Program,
     name: &str,
@@ -166,7 +168,7 @@ pub(super) fn role_fault(
     None
 }
 
-/// The register budget a role sets: its first statement, if that is one.
+/// Returns the register budget that a role sets as its first statement.
 fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
     match body.first()? {
         Statement {
@@ -177,8 +179,8 @@ fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
     }
 }
 
-/// All warps together may not hold more registers than the multiprocessor
-/// has, and a budget needs a bound at entry to change.
+/// Checks that all warps together hold no more registers than the block has, and that a program
+/// with register budgets bounds its registers at entry.
 fn check_budgets(program: &Program) -> Result<(), Invalid> {
     let available = program.block_registers();
     let entry = available / program.threads;

@@ -1,4 +1,4 @@
-//! The validator: what it accepts, the assembler accepts.
+//! The validator. Every program that it accepts, the assembler accepts.
 //!
 //! A program is valid when
 //!
@@ -23,7 +23,7 @@
 //! - *copies*: tensor copies name as many coordinates as their map has
 //!   dimensions, and the boxes of tensor maps are ones the hardware takes.
 //!
-//! It does not see divergence, races or barrier counts: the simulator does.
+//! It does not check divergence, races or barrier counts; the simulator does.
 
 mod error;
 mod flow;
@@ -34,7 +34,7 @@ pub use error::{Fault, Invalid};
 
 use crate::{Instruction, Operand, Program, StatementKind};
 
-/// Checks a program; the first fault found is returned.
+/// Checks a program and returns the first fault found.
 pub fn validate(program: &Program) -> Result<(), Invalid> {
     launch::check(program)?;
     let mut fault = None;
@@ -65,7 +65,7 @@ fn predicate_fault(program: &Program, register: crate::Register) -> Option<Fault
 }
 
 fn instruction_fault(program: &Program, instruction: &Instruction) -> Option<Fault> {
-    // Unknown registers first: everything after asks for types.
+    // Operands come first, since all later checks need the types of registers that exist.
     let mut fault = None;
     let type_of = |register: crate::Register| {
         program.registers.get(register.0 as usize).copied().unwrap_or(crate::Type::U32)

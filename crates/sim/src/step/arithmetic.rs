@@ -1,4 +1,4 @@
-//! Values from values: integers, floats, packed floats, predicates.
+//! Arithmetic: integers, floats, packed floats, predicates.
 
 use ptx::{BinaryOperation, Comparison, Instruction, Register, Type, UnaryOperation};
 
@@ -156,7 +156,7 @@ fn float2(a: &Word, b: &Word, f: impl Fn(f32, f32) -> f32) -> Word {
     map2(a, b, |a, b| bits(f(f32::from_bits(a), f32::from_bits(b))))
 }
 
-/// Applies a function to both halves; of a 16-bit register the upper is unused.
+/// Applies a function to both halves of a register; the upper half of a 16-bit register is unused.
 #[inline(always)]
 fn halves1(a: u32, f: impl Fn(u16) -> u16) -> u32 {
     f(a as u16) as u32 | (f((a >> 16) as u16) as u32) << 16
@@ -174,7 +174,7 @@ fn halves3(a: u32, b: u32, c: u32, f: impl Fn(u16, u16, u16) -> u16) -> u32 {
     f(a as u16, b as u16, c as u16) as u32 | (high as u32) << 16
 }
 
-/// A 16-bit format: to and from `f32`.
+/// A 16-bit format, as its conversions to and from `f32`.
 type Half = (fn(u16) -> f32, fn(f32) -> u16);
 
 fn half_of(ty: Type) -> Option<Half> {
@@ -343,8 +343,8 @@ fn binary(
             let through = |f: fn(f32, f32) -> f32| {
                 map2(&a, &b, |a, b| halves2(a, b, |a, b| to(f(from(a), from(b)))))
             };
-            // An f32 has more than twice the bits, so rounding the f32 result
-            // again is the same as rounding once.
+            // An f32 has more than twice as many bits, so rounding the f32 result again gives the
+            // same as rounding once.
             let result = match operation {
                 B::Add => through(|a, b| a + b),
                 B::Subtract => through(|a, b| a - b),

@@ -1,4 +1,5 @@
-//! Barriers: named, of the cluster, in memory; and the register pool.
+//! Barriers: named barriers, the cluster barrier and mbarriers; `setmaxnreg` and the register pool;
+//! and the end of every kind of wait.
 
 use ptx::{Address, ClusterOrder, Operand, Register, RegisterChange, Space};
 
@@ -10,13 +11,13 @@ use crate::machine::{CLUSTER_WINDOW, Executor, Mbarrier, SHARED_BASE, Step};
 use crate::shadow::Source;
 use crate::warp::{State, Wait, Warp, lanes_of};
 
-/// The largest transaction count a memory barrier holds.
+/// The largest transaction count of an mbarrier.
 const TRANSACTION_LIMIT: i64 = (1 << 20) - 1;
 
 impl<'a> Executor<'_, 'a> {
     // ---- named barriers ---------------------------------------------------------
 
-    /// The warp arrives; gives the generation it waits for the end of.
+    /// Arrives at a named barrier and returns the generation whose end a waiting warp waits for.
     pub(super) fn named_arrive(
         &mut self,
         warp: &mut Warp<'a>,
@@ -105,7 +106,7 @@ impl<'a> Executor<'_, 'a> {
                 || matches!(w.state, State::Blocked(Wait::Cluster { generation: g }) if g == generation)
                 || matches!(w.state, State::Done)
         };
-        // The warp that executes is out of its place.
+        // The executing warp is taken out of the list.
         let all = self.cluster.warps.iter().flatten().all(|w| arrived(w)) && arrived(warp);
         if all {
             let barrier = &mut self.cluster.barrier;
@@ -116,7 +117,8 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// A warp that ends counts as arrived.
+    /// Completes the cluster barrier if only the end of a warp was missing: a warp that has ended
+    /// counts as arrived.
     pub(super) fn settle_cluster_barrier(&mut self, time: u64) {
         let generation = self.cluster.barrier.generation;
         let mut warps = self.cluster.warps.iter().flatten();
@@ -214,8 +216,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// The block and local address of a memory barrier that is one and whose
-    /// initialisation this lane can see.
+    /// Returns the block and the local address of an mbarrier, after checking that it is
+    /// initialised and that this lane can see the initialisation.
     pub(crate) fn usable_mbarrier(
         &self,
         warp: &Warp<'a>,
@@ -335,7 +337,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// Ends the phase if nothing is missing any more.
+    /// Ends the phase of an mbarrier if no arrival and no byte is missing.
     pub(crate) fn settle_mbarrier(&mut self, block: usize, local: u32, time: u64) -> Step<()> {
         let barrier =
             self.cluster.blocks[block].mbarriers.get_mut(&local).expect("looked up before");
@@ -508,7 +510,7 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- the end of waits -----------------------------------------------------------------
 
-    /// Whether what a blocked warp waits for is there.
+    /// Returns whether the condition that a blocked warp waits for holds.
     pub(crate) fn is_over(&self, warp: &Warp<'a>, wait: &Wait) -> bool {
         match wait {
             Wait::Mbarrier(waits) => waits.iter().all(|(address, parity, _)| {
@@ -538,7 +540,7 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// Ends a wait that is over: the warp learns what it waited for.
+    /// Ends a wait that is over: the warp acquires what it waited for.
     pub(crate) fn finish_wait(&mut self, warp: &mut Warp<'a>, wait: Wait) {
         use crate::machine::{store_read_component, store_write_component, stream_entry};
         let checked = self.world.checked;

@@ -1,4 +1,4 @@
-//! Between types: conversions, pairs, halves.
+//! Conversions between types, and the packing of pairs and halves.
 
 use ptx::{Instruction, Type};
 
@@ -38,13 +38,14 @@ pub(super) fn execute(warp: &mut Warp<'_>, instruction: &Instruction) {
                     (Type::F32, Type::U32) => a.map(|x| (x as f32).to_bits()),
                     (Type::F32, Type::S32) => a.map(|x| (x as i32 as f32).to_bits()),
                     (Type::F32, Type::F16) => a.map(|x| float::bits(float::from_f16(x as u16))),
-                    // Printed as a shift, so NaN keeps its bits.
+                    // The conversion is printed as a shift, so a NaN keeps its bits.
                     (Type::F32, Type::BF16) => a.map(|x| x << 16),
                     (Type::F16, Type::F32) => a.map(|x| float::f16_bits(f32::from_bits(x)) as u32),
                     (Type::BF16, Type::F32) => {
                         a.map(|x| float::bf16_bits(f32::from_bits(x)) as u32)
                     }
-                    // Toward zero, saturating, NaN to 0: as Rust's casts do.
+                    // Rust's casts round toward zero, saturate, and turn NaN into 0, as the
+                    // instruction does.
                     (Type::U32, Type::F32) => a.map(|x| f32::from_bits(x) as u32),
                     (Type::S32, Type::F32) => a.map(|x| f32::from_bits(x) as i32 as u32),
                     _ => a,

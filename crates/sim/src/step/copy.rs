@@ -1,5 +1,4 @@
-//! Issuing asynchronous copies. What they do when their time comes stands in
-//! `crate::copy`.
+//! The issue of asynchronous copies. Their execution is in `crate::copy`.
 
 use ptx::{Address, BulkElement, Operand, Register, Space};
 
@@ -12,9 +11,9 @@ use crate::machine::{
 };
 use crate::warp::{Warp, lanes_of};
 
-/// Cycles from the issue of a bulk copy to its first byte, in the cost model.
+/// The cycles from the issue of a bulk copy to its first byte, in the cost model.
 const COPY_LATENCY: u64 = 600;
-/// Bytes a multiprocessor receives in a cycle, in the cost model.
+/// The bytes that a multiprocessor receives per cycle, in the cost model.
 const COPY_BYTES_PER_CYCLE: u64 = 24;
 
 impl<'a> Executor<'_, 'a> {
@@ -57,7 +56,8 @@ impl<'a> Executor<'_, 'a> {
         id
     }
 
-    /// Notes, or forgets, which shared memory an operation will touch.
+    /// Adds `change` to the number of operations in flight that will write or read each word of
+    /// shared memory that the operation touches.
     pub(crate) fn mark(&mut self, block: usize, kind: &OperationKind, change: i32) {
         let mut span = |block: usize, address: u32, bytes: u32, arriving: bool| {
             let there = &mut self.cluster.blocks[block];
@@ -292,7 +292,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    // ---- what copies are given ------------------------------------------------------------
+    // ---- operands of copies ---------------------------------------------------------------
 
     fn bulk_size(&self, warp: &Warp<'a>, lane: u32, bytes: u32) -> Step<()> {
         if bytes.is_multiple_of(16) && bytes > 0 {
@@ -302,7 +302,7 @@ impl<'a> Executor<'_, 'a> {
         Err(self.hazard(warp, Some(lane), HazardKind::BadCopySize, text))
     }
 
-    /// The index of the tensor map at an address, of this many dimensions.
+    /// Returns the index of the tensor map at an address, after checking its number of dimensions.
     pub(super) fn tensor_map(
         &self,
         warp: &Warp<'a>,

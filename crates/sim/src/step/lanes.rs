@@ -1,13 +1,12 @@
-//! Across the lanes of a warp.
+//! Exchanges between the lanes of a warp.
 
 use ptx::{Register, ShuffleMode, VoteMode};
 
 use crate::warp::{Warp, Word};
 
-/// What each lane receives, and the lanes whose source is in range.
+/// Returns what each lane receives, and the lanes whose source is in range.
 pub(super) fn shuffle(mode: ShuffleMode, source: &Word, lane: &Word, clamp: u32) -> (Word, u32) {
-    // As the PTX manual has it: bits 0 to 4 bound the lane, bits 8 to 12 fix
-    // the segment.
+    // As the PTX manual defines it: bits 0 to 4 bound the lane, bits 8 to 12 select the segment.
     let (bound, segment) = (clamp & 0x1F, clamp >> 8 & 0x1F);
     let mut in_range = 0u32;
     let result = std::array::from_fn(|index| {

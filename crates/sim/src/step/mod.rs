@@ -1,5 +1,5 @@
-//! One step of a warp: control flow here, the meaning of each instruction in
-//! the files of its family.
+//! The steps of a warp: control flow here, the meaning of each instruction in the file of its
+//! family.
 
 mod access;
 mod arithmetic;
@@ -20,15 +20,15 @@ use crate::machine::{Executor, SHARED_BASE, Step, TENSOR_MAPS};
 use crate::warp::{Frame, State, Wait, Warp, lanes_of};
 use crate::{Measure, Policy};
 
-/// How a warp goes on after an instruction.
+/// The continuation of a warp after an instruction.
 pub(crate) enum Flow {
-    /// With the next instruction.
+    /// The warp goes on with the next instruction.
     Next,
-    /// With the next instruction, but others may go first.
+    /// The warp goes on with the next instruction, but other actors may run first.
     Yield,
-    /// With the next instruction, once something has happened.
+    /// The warp goes on with the next instruction once something has happened that it may observe.
     Poll,
-    /// When this is there.
+    /// The warp waits for a condition; the instruction completes when it holds.
     Block(Wait),
 }
 
@@ -134,7 +134,7 @@ impl<'a> Executor<'_, 'a> {
         result
     }
 
-    /// The warp has reached the end of the program.
+    /// Ends a warp that has reached the end of the program.
     fn exit(&mut self, warp: &mut Warp<'a>) -> Step<()> {
         warp.state = State::Done;
         let block = warp.block;
@@ -180,8 +180,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// A block may not leave a memory barrier in the middle of a phase: arrivals or bytes are
-    /// missing that the next round would have needed.
+    /// Checks, at the end of a block, that no mbarrier is in the middle of a phase: missing
+    /// arrivals or bytes would have blocked a further phase.
     fn check_barriers(&self, warp: &Warp<'a>) -> Step<()> {
         let barriers = &self.cluster.blocks[warp.block].mbarriers;
         let mut barriers = barriers.iter();
@@ -201,7 +201,7 @@ impl<'a> Executor<'_, 'a> {
         Err(hazard)
     }
 
-    /// A block may only end after every access of others to its shared memory.
+    /// Checks that a block ends only after every access of other blocks to its shared memory.
     fn check_visitors(&self, warp: &Warp<'a>) -> Step<()> {
         if !self.world.checked || self.cluster.blocks[warp.block].visitors.is_empty() {
             return Ok(());
@@ -225,7 +225,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// Registers: written before they are read, and not in flight.
+    /// Checks that registers are written before they are read, and that those of products in flight
+    /// are left alone.
     fn check_registers(&self, warp: &mut Warp<'a>, instruction: &Instruction) -> Step<()> {
         let touches = &warp.code.touches[warp.pc];
         let in_flight = warp.products > warp.products_waited;
@@ -280,7 +281,7 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
-    /// An instruction that all lanes of the warp must reach together.
+    /// Checks that all lanes of the warp reach an instruction together.
     pub(crate) fn aligned(&self, warp: &Warp<'_>, what: &str) -> Step<()> {
         if warp.active == FULL {
             return Ok(());
@@ -556,12 +557,12 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// Cycles an instruction keeps its warp's scheduler, in the cost model.
+/// Returns the cycles for which an instruction occupies its warp's scheduler, in the cost model.
 fn cost(instruction: &Instruction) -> u64 {
     use Instruction as I;
     use ptx::UnaryOperation as U;
     match instruction {
-        // 16 special functions a clock and multiprocessor: 8 clocks a warp.
+        // 16 special functions per cycle and multiprocessor, 4 per scheduler: 8 cycles for a warp.
         I::Unary {
             operation: U::Exp2 | U::Log2 | U::Reciprocal | U::ReciprocalSqrt | U::Sqrt | U::Tanh,
             ..

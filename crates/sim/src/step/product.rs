@@ -1,4 +1,4 @@
-//! Products: `mma.sync`, and `wgmma` from its issue to its end.
+//! Tensor-core products: `mma.sync`, and `wgmma` from its issue to its completion.
 
 use ptx::{Accumulate, Element, Instruction, MmaShape, Register, WgmmaA};
 
@@ -14,7 +14,7 @@ use crate::trace::{Span, Track};
 use crate::warp::{Wait, Warp};
 use crate::{EightBitSums, Measure};
 
-/// A product's operand in shared memory.
+/// An operand of a `wgmma` in shared memory.
 struct SharedOperand {
     name: &'static str,
     bits: u64,
@@ -22,7 +22,7 @@ struct SharedOperand {
     outer_contiguous: bool,
 }
 
-/// The shared-memory operands of a product.
+/// Returns the shared-memory operands of a product.
 fn shared_operands(instruction: &Instruction, product: &Product) -> Vec<SharedOperand> {
     let Instruction::Wgmma { n, a, b_transpose, .. } = instruction else {
         unreachable!("products are made of wgmma");
@@ -99,7 +99,8 @@ impl<'a> Executor<'_, 'a> {
             product.issued_at = product.issued_at.max(warp.time);
             (product.after, product.since) = (after, since);
             if let Some(released) = released {
-                // Each warp reads for itself: what it does not know may not be there yet.
+                // Each warp reads the operands by itself, so the product may rely only on what all
+                // four warps know.
                 product.start.meet(&released);
             }
             return Ok(());
@@ -204,7 +205,7 @@ impl<'a> Executor<'_, 'a> {
             warp.shadow.operand[register.0 as usize] = number;
         }
         for register in d {
-            // Products chain through one accumulator; other overlaps do not.
+            // Products may chain through the same accumulator; other overlaps are hazards.
             if warp.is_operand(*register) && warp.shadow.operand[register.0 as usize] != number {
                 return Err(self.register_hazard(warp, *register, "an accumulator"));
             }
@@ -226,7 +227,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// Notes, or forgets, which shared memory a product will read.
+    /// Adds `change` to the number of operations in flight that will read each word of the
+    /// product's operands.
     fn mark_product(
         &mut self,
         block: usize,
@@ -245,7 +247,7 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// The step of a product in flight that reads an address of a block.
+    /// Returns the step of a product in flight that reads an address of a block.
     pub(crate) fn product_reading(&self, block: usize, address: u32) -> Option<usize> {
         let per_block = self.cluster.groups.len() / self.cluster.blocks.len();
         let groups = &self.cluster.groups[block * per_block..(block + 1) * per_block];
@@ -270,7 +272,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(Flow::Block(Wait::Products { until }))
     }
 
-    /// The oldest product of a warpgroup is computed and written.
+    /// Computes the oldest product of a warpgroup and writes its accumulator.
     pub(crate) fn finish_product(&mut self, group: usize) -> Step<()> {
         let product = self.cluster.groups[group].queue.pop_front().expect("scheduled");
         let code = self.world.code;
@@ -306,7 +308,7 @@ impl<'a> Executor<'_, 'a> {
             }
             WgmmaA::Registers(registers) => self.register_matrix(first, registers, *a_element),
         };
-        // The right operand is wanted inner row by inner row.
+        // The multiplication takes `B` as rows of the inner (K) extent.
         let b_values = self.shared_matrix(block, product.b, *n, *b_transpose, *b_element);
         let mut b_rows = vec![0.0; inner * columns];
         for column in 0..columns {
@@ -361,7 +363,7 @@ impl<'a> Executor<'_, 'a> {
         let shared_rows = *n as u64 + if matches!(a, WgmmaA::Shared { .. }) { 64 } else { 0 };
         counts.add(Measure::TensorBytesRead, 32 * shared_rows);
         self.world.progress += 1;
-        // 4096 operations a clock on 16-bit elements, twice that on 8-bit ones.
+        // 4096 operations per cycle on 16-bit elements, twice that on 8-bit ones.
         let cycles = (*n as u64).div_ceil(2);
         let free = &mut self.cluster.tensor_free[block];
         let start = (*free).max(product.issued_at);
@@ -378,7 +380,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// What the accumulator of four warps has so far, by rows; zeros where nothing is added to it.
+    /// Returns the accumulator of the four warps, row by row, or zeros if the product does not
+    /// accumulate.
     fn accumulated(
         &self,
         first: usize,
@@ -447,7 +450,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// An operand in shared memory, by rows of the outer extent.
+    /// Returns an operand in shared memory, by rows of the outer (M or N) extent.
     fn shared_matrix(
         &self,
         block: usize,
@@ -475,7 +478,7 @@ impl<'a> Executor<'_, 'a> {
         by_row
     }
 
-    /// An `A` operand in the registers of four warps.
+    /// Returns an `A` operand in the registers of the four warps.
     fn register_matrix(
         &self,
         first: usize,
@@ -492,7 +495,7 @@ impl<'a> Executor<'_, 'a> {
         values
     }
 
-    /// The first warp of a warpgroup, by its index in the cluster.
+    /// Returns the first warp of a warpgroup, by its index in the cluster.
     pub(crate) fn first_warp(&self, group: usize) -> usize {
         let warps_per_block = self.world.program.threads as usize / 32;
         let groups_per_block = warps_per_block.div_ceil(4);
@@ -558,8 +561,8 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// Spreads a warp's `A` fragment into 16 rows: rows `l / 4` and `+8` in turn,
-/// then the same for the next columns.
+/// Spreads a warp's `A` fragment into 16 rows: registers alternate between row `lane / 4` and the
+/// row 8 below, then go on to the next columns.
 fn spread_a(fragment: &[[u32; 32]], element: Element, small: &[[f32; 256]; 2], rows: &mut [f32]) {
     let packed = 4 / element.bytes() as usize;
     let inner = packed * 4 * (fragment.len() / 2);

@@ -1,4 +1,4 @@
-//! Checking the append kernel: random caches, each described by a seed.
+//! Checks of the append kernel: random caches, each described by a seed.
 
 use std::fmt;
 
@@ -18,12 +18,12 @@ use flashcore::{
     random_descales,
 };
 
-/// New tokens for a cache, all of it from a seed.
+/// New tokens for a cache, all determined by a seed.
 #[derive(Debug)]
 struct AppendCase {
     seed: u64,
     problem: Problem,
-    /// The cache before, in host memory.
+    /// The cache before the append, in host memory.
     key: Tensor,
     value: Tensor,
     place: Placement,
@@ -31,9 +31,10 @@ struct AppendCase {
     new_value: Tensor,
     new: Placement,
     rotary: Option<Angles>,
-    /// Queries to be rotated, with rotary embeddings.
+    /// The queries to be rotated; only with rotary embeddings.
     queries: Option<(Tensor, Placement)>,
-    /// The descale factors of keys and of values of an 8-bit cache: given, or before they are found.
+    /// The descale factors of the keys and values of an 8-bit cache, before the append: given ones,
+    /// or room for those that the kernel computes.
     scales: Option<[Tensor; 2]>,
 }
 
@@ -42,12 +43,12 @@ struct Angles {
     dim: usize,
     interleaved: bool,
     positions: usize,
-    /// Of the positions, one row of `dim / 2` for each.
+    /// The cosines of each position, a row of `dim / 2` each.
     cosines: Tensor,
     sines: Tensor,
 }
 
-/// What memory holds afterwards.
+/// The contents of memory after the append.
 struct Appended {
     key: Tensor,
     value: Tensor,
@@ -56,8 +57,8 @@ struct Appended {
     scales: Option<[Tensor; 2]>,
 }
 
-/// Run the kernel for the cases of the first seeds: what it writes is what
-/// [`serving::append`] writes in host memory, bit by bit without rotary embeddings.
+/// Runs the kernel for the cases of the first `seeds` seeds. It must write what [`serving::append`]
+/// writes in host memory, bit for bit without rotary embeddings.
 pub fn run_appends(
     gpu: &Gpu,
     dtype: DType,
@@ -68,7 +69,7 @@ pub fn run_appends(
     run_alone("append", seeds, progress, random, |case| case.check(gpu))
 }
 
-/// The same for the case of one seed.
+/// Runs the kernel for the case of one seed.
 pub fn check_append(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
     let random = |seed| AppendCase::random(dtype, seed);
     check_alone("append", seed, random, |case| case.check(gpu))
@@ -88,7 +89,7 @@ impl AppendCase {
             .with_value_head_dim(value_head_dim)
             .with_dtype(dtype)
             .with_mask(mask);
-        // What is new has 16 bits.
+        // New keys and values have 16 bits.
         if dtype.is_8_bit() {
             let wide = dice.of(&[DType::F16, DType::BF16]);
             let descale = dice.of(&[Descale::None, Descale::PerHead, Descale::PerToken]);
@@ -141,7 +142,7 @@ impl AppendCase {
         })
     }
 
-    /// Runs the kernel twice and judges it by what host memory would hold.
+    /// Runs the kernel twice and compares the result with what the host writes.
     fn check(&self, gpu: &Gpu) -> Result<Outcome, Error> {
         let expected = self.on_the_host()?;
         let (found, again) = (self.on_the_gpu(gpu)?, self.on_the_gpu(gpu)?);
@@ -172,7 +173,7 @@ impl AppendCase {
                 judge.look_at(place, reference);
             }
         }
-        // A rotated element may be rounded the other way.
+        // A rotated element may be rounded in the other direction.
         let rounding = match self.rotary {
             Some(_) => self.problem.dtypes.key.epsilon() * judge.largest(),
             None => 0.0,
@@ -216,7 +217,7 @@ impl AppendCase {
         let queries = match (&self.queries, rotary) {
             (Some((queries, placement)), Some(rotary)) => {
                 let layout = Layout::contiguous(queries.shape())?;
-                // What belongs to no sequence is not written.
+                // Rows that belong to no sequence are not written.
                 let mut rotated = Tensor::filled(self.problem.dtype(), layout, f32::NAN)?;
                 let mut row = vec![0.0; queries.shape().dim];
                 for sequence in 0..placement.sequences() {
@@ -384,7 +385,7 @@ impl fmt::Display for AppendCase {
 mod tests {
     use super::*;
 
-    /// The host's half of the check, which needs no GPU: every case can be made and appended.
+    /// The host's half of the check, which needs no GPU: every case can be created and appended.
     #[test]
     fn every_case_makes_sense() {
         let mut rotated = 0;

@@ -1,4 +1,4 @@
-//! Checking that parts are combined: random parts, each case described by a seed.
+//! Checks of the combine kernel: random partial results, each case described by a seed.
 
 use std::fmt;
 
@@ -14,20 +14,20 @@ use flashcore::gpu::{
 use flashcore::random::{mix, normal};
 use flashcore::{DType, Error, Layout, Progress, Shape, Strides, Tensor};
 
-/// Weights are quotients of approximate exponentials: good to so much.
+/// The relative error of weights, which are quotients of approximate exponentials.
 const WEIGHT_ERROR: f64 = 1.0 / (1 << 18) as f64;
 
-/// Partial results, all of them from a seed.
+/// Partial results, all determined by a seed.
 #[derive(Debug)]
 struct CombineCase {
     seed: u64,
     problem: CombineProblem,
     parts: Vec<(Tensor, Vec<f32>)>,
-    /// Whether the two parts lie apart, in whatever order.
+    /// Whether two parts lie in separate tensors, in any order in memory.
     apart: bool,
 }
 
-/// Run the kernel for the cases of the first seeds, against sums in f64.
+/// Runs the kernel for the cases of the first `seeds` seeds, against sums in f64.
 pub fn run_combines(
     gpu: &Gpu,
     dtype: DType,
@@ -38,7 +38,7 @@ pub fn run_combines(
     run_alone("combine", seeds, progress, random, |case| case.check(gpu))
 }
 
-/// The same for the case of one seed.
+/// Runs the kernel for the case of one seed.
 pub fn check_combine(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
     let random = |seed| CombineCase::random(dtype, seed);
     check_alone("combine", seed, random, |case| case.check(gpu))
@@ -64,10 +64,10 @@ impl CombineCase {
                 let stream = mix(seed).wrapping_add(part);
                 let output = Tensor::random(partial, shape, stream)?;
                 let log_sum = |row: usize| match dice.below(8) {
-                    // A row that saw nothing, in some parts, and some rows in all of them.
+                    // A row that saw nothing in some parts; some rows saw nothing in any part.
                     0 | 1 => f32::NEG_INFINITY,
                     _ if row % 5 == 2 => f32::NEG_INFINITY,
-                    // What cannot be is shown.
+                    // Log-sum-exps that no attention gives must show in the result.
                     2 if wrong => dice.of(&[f32::INFINITY, f32::NAN]),
                     _ => spread * normal(stream, row as u64),
                 };
@@ -77,7 +77,7 @@ impl CombineCase {
         Ok(CombineCase { seed, problem, parts, apart: count == 2 && dice.one_in(2) })
     }
 
-    /// Outputs and log-sum-exps of rows in the order (batch, heads, length).
+    /// Returns the exact outputs and log-sum-exps of rows in the order (batch, heads, length).
     fn reference(&self) -> (Vec<f64>, Vec<f64>) {
         let Shape { batch, length, heads, dim } = self.problem.shape;
         let rows = batch * heads * length;
@@ -125,7 +125,7 @@ impl CombineCase {
                 output.look_at(place, reference);
             }
         }
-        // Of f32 log-sum-exps up to the largest, weights are known to so much.
+        // The error of weights computed from f32 log-sum-exps of up to the largest magnitude.
         let known = WEIGHT_ERROR.max(f64::from(f32::EPSILON) * lse.largest());
         let rounding =
             (self.problem.output.epsilon() + 2.0 * known) * 4.0 * output.largest().max(1.0);
@@ -195,8 +195,7 @@ mod tests {
     use super::*;
     use flashcore::serving;
 
-    /// The reference of the check agrees with the host, also about what is not
-    /// finite.
+    /// The reference agrees with the host's combine, also for values that are not finite.
     #[test]
     fn the_reference_is_what_the_host_combines() {
         let mut cases = 0;

@@ -1,4 +1,5 @@
-//! Checking gradients: forward, backward, compare with the reference, backward again.
+//! Checks of gradients: run the forward pass, run the backward pass twice, compare with the
+//! reference.
 
 use std::fmt;
 
@@ -10,15 +11,15 @@ use crate::verdict::{GradientsToJudge, GradientsVerdict, compare_gradients};
 use flashcore::plan::{Arrangement, GradientStrides};
 use flashcore::{Backend, Backward, Error, Inputs, Problem, Progress, RunOptions, Tensor};
 
-/// How a kernel did on the gradients of a [`Case`].
+/// The outcome of a kernel on the gradients of a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GradientsOutcome {
-    /// Whether it is right and repeats.
+    /// Whether the gradients are right and repeat.
     pub passed: bool,
-    /// Its errors.
+    /// The errors of the gradients.
     pub verdict: GradientsVerdict,
-    /// Whether a second run gave the same bits: all of them, or on a GPU, where the gradient of the
-    /// queries is added up in any order unless the problem says otherwise, those of the other gradients.
+    /// Whether a second run gave the same bits. On a GPU, dQ is exempt unless the problem is
+    /// deterministic, since it is accumulated in any order.
     pub repeats: bool,
 }
 
@@ -32,7 +33,7 @@ impl fmt::Display for GradientsOutcome {
     }
 }
 
-/// Inputs, a gradient of their output, and what the gradients of the inputs should be.
+/// Inputs, a gradient of their output, and the expected gradients of the inputs.
 ///
 /// ```
 /// use flashcore::{CpuBackend, InputTensors, Problem};
@@ -47,7 +48,7 @@ impl fmt::Display for GradientsOutcome {
 /// ```
 #[derive(Debug)]
 pub struct ExpectedGradients<'a> {
-    /// Of the gradients.
+    /// The backward problem.
     problem: Problem,
     inputs: Inputs<'a>,
     output_gradient: Tensor,
@@ -56,7 +57,7 @@ pub struct ExpectedGradients<'a> {
 }
 
 impl<'a> ExpectedGradients<'a> {
-    /// Computes the reference: of all heads, or of a sample where that would take too long.
+    /// Computes the reference, for all heads, or for a sample where that would take too long.
     pub fn new(
         problem: &Problem,
         inputs: Inputs<'a>,
@@ -64,7 +65,7 @@ impl<'a> ExpectedGradients<'a> {
         seed: u64,
     ) -> Result<Self, Error> {
         let forward = problem.clone().forward();
-        // Four products for rows and four for keys, where attention has two.
+        // The reference computes four products for rows and four for keys, where attention has two.
         let of_head = 4.0 * forward.visible_flops() / (problem.batch * problem.kv_heads) as f64;
         let count = (8.0 * REFERENCE_OPERATIONS / of_head.max(1.0)) as usize;
         let heads = Heads::sample(problem, count.max(1), seed);
@@ -73,21 +74,22 @@ impl<'a> ExpectedGradients<'a> {
         Ok(ExpectedGradients { problem, inputs, output_gradient, heads, reference })
     }
 
-    /// The same with a random gradient of the output.
+    /// Computes the reference with a random gradient of the output.
     pub fn random(problem: &Problem, inputs: Inputs<'a>, seed: u64) -> Result<Self, Error> {
         let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !seed)?;
         ExpectedGradients::new(problem, inputs, gradient, seed)
     }
 
-    /// Runs the back end's forward pass, then a kernel for gradients twice, with guard zones, and
-    /// judges it.
+    /// Runs the forward pass of the back end, then a kernel for gradients twice, with guard zones,
+    /// and judges it.
     pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<GradientsOutcome, Error> {
         let options =
             RunOptions { kernel: Some(kernel.to_owned()), guard: true, ..RunOptions::default() };
         self.judge(backend, |backward| backend.run_backward(&self.problem, backward, &options))
     }
 
-    /// The same for gradients that somebody computes from what the back end's forward pass saved.
+    /// Runs the forward pass of the back end, then `run` twice on what it saved, and judges the
+    /// gradients.
     pub fn judge(
         &self,
         backend: &dyn Backend,
@@ -122,7 +124,7 @@ fn same_bits(first: &flashcore::Gradients, second: &flashcore::Gradients) -> boo
         && bits(first) == bits(second)
 }
 
-/// Run one kernel for gradients of a back end on a case, and judge it.
+/// Runs one kernel for gradients of a back end on a case, and judges it.
 ///
 /// ```
 /// use flashcore::{CpuBackend, DType};
@@ -142,7 +144,7 @@ pub fn run_backward(
     expecting(case, |expected| expected.check(backend, kernel))
 }
 
-/// Makes the tensors of a case, and what must come out, for somebody to look at.
+/// Creates the tensors of a case and the expected gradients, and passes them to `look`.
 fn expecting<T>(
     case: &Case,
     look: impl FnOnce(&ExpectedGradients<'_>) -> Result<T, Error>,
@@ -154,8 +156,8 @@ fn expecting<T>(
     look(&ExpectedGradients::new(problem, tensors.inputs(), gradient, case.seed)?)
 }
 
-/// Run every kernel for gradients that accepts a case, or only the one of this name, for every case.
-/// Results come in the order of the cases.
+/// Runs every kernel for gradients that accepts a case, or only the one with this name, for every
+/// case. Results are in the order of the cases.
 pub fn run_gradients<'a>(
     backends: &[&dyn Backend],
     kernel: Option<&str>,
@@ -195,7 +197,8 @@ fn check_case<'a>(
     checked.map(of).collect()
 }
 
-/// How the tensors of a case will lie in memory, the gradient of the output with them.
+/// Returns the strides and alignment that the tensors of a case will have, including the gradient
+/// of the output.
 pub(super) fn arrangement(case: &Case) -> Result<Arrangement, Error> {
     let problem = case.problem.clone().backward();
     let output = case.order.layout(problem.output_shape())?.strides();

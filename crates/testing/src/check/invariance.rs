@@ -1,10 +1,10 @@
-//! Batch invariance: whether the bits of a query's output depend on what is computed with it.
+//! Batch invariance: the bits of a query's output must not depend on what is computed with it.
 //!
-//! Batches are drawn from a few long sequences: some queries, one after the other, of some of them,
-//! each over the keys up to its own, in a cache that lies differently each time. What a query comes
-//! to is kept when it is first met, and every other time it must be the same. The last query of each
-//! sequence was met alone before; of others that are new in a batch, one of each sequence is run alone
-//! after it.
+//! Batches are drawn from a few long sequences: consecutive queries of some of them, each over the
+//! keys up to its own, in a cache that is placed differently each time. The result of a query is
+//! recorded the first time it is computed, and must be the same every other time. The last query of
+//! each sequence in a batch has been computed alone before; of the queries that are new in a batch,
+//! one of each sequence is computed alone after it.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,40 +19,42 @@ use flashcore::{
 
 use crate::dice::Dice;
 
-/// Sequences that batches are drawn from, and what their queries came to.
+/// The sequences that batches are drawn from, and the recorded results of their queries.
 pub struct Invariance {
     problem: Problem,
     sequences: usize,
     longest: usize,
-    /// Queries, keys and values of all of them.
+    /// The queries, keys and values of all sequences.
     rows: [Tensor; 3],
-    /// Keys that a query may be the last of.
+    /// The numbers of keys that the last query of a member may see.
     ends: Vec<usize>,
     /// The bits of outputs and log-sum-exps, by sequence and position.
     known: HashMap<(usize, usize), Vec<u8>>,
     compared: usize,
 }
 
-/// Some queries of a sequence, by their positions.
+/// Consecutive queries of a sequence, by their positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Member {
     sequence: usize,
     queries: Range<usize>,
 }
 
-/// What attention over some sequences comes to: outputs, and log-sum-exps.
+/// The result of attention over some sequences: outputs and log-sum-exps.
 pub type Answer = Result<(Tensor, Vec<f32>), String>;
 
 impl Invariance {
-    /// So many sequences of so many keys. Of the problem, heads, head dims, types, mask and scores
-    /// count. The mask must end at a query's own position: then a query sees the same alone.
+    /// Creates `sequences` sequences of `longest` keys. Of the problem, the heads, head dims,
+    /// types, mask and scores are used. The mask must end at a query's own position, so that a
+    /// query sees the same keys when it is computed alone.
     pub fn new(problem: Problem, sequences: usize, longest: usize) -> Result<Self, Error> {
         let problem = problem.batch_invariant();
         let tensor = |seed: u64, dtype: DType, heads: usize, dim: usize| {
             let shape = Shape::new(sequences, longest, heads, dim);
             Tensor::from_fn(dtype, shape, |[a, b, c, d]| {
                 let index = ((a * longest + b) * heads + c) * dim + d;
-                // Scores far enough apart that the maximum moves, towards the end too.
+                // Scores grow towards the end and are far enough apart that the maximum keeps
+                // changing.
                 (1.0 + 2.0 * b as f32 / longest as f32) * uniform(seed, index as u64)
             })
         };
@@ -62,7 +64,7 @@ impl Invariance {
             tensor(2, problem.dtypes.key, kv_heads, problem.head_dim)?,
             tensor(3, problem.dtypes.value, kv_heads, problem.value_head_dim)?,
         ];
-        // Beside the ends of tiles and of splits, and anywhere.
+        // Next to the ends of tiles and of splits, and at random.
         let mut dice = Dice::new(11);
         let mut ends: Vec<usize> =
             [1, 16, 17, 32, 33, 128, 511, 512, 513, 1024, 1025, 4096, 8192, 8193, longest]
@@ -76,12 +78,12 @@ impl Invariance {
         Ok(Invariance { problem, sequences, longest, rows, ends, known, compared })
     }
 
-    /// How many queries were compared with what they came to before.
+    /// Returns the number of queries that were compared with an earlier result.
     pub fn compared(&self) -> usize {
         self.compared
     }
 
-    /// Some queries of every sequence, each alone.
+    /// Computes some queries of every sequence, each alone.
     pub fn alone(
         &mut self,
         run: &mut impl FnMut(&Sequences, &InputTensors) -> Answer,
@@ -96,7 +98,8 @@ impl Invariance {
         Ok(())
     }
 
-    /// The batch of a seed, of so many sequences and of so many queries of one at most.
+    /// Computes the batch of a seed, of at most `sequences` sequences with at most `queries`
+    /// queries each, then some of its queries alone.
     pub fn batch(
         &mut self,
         seed: u64,
@@ -104,7 +107,7 @@ impl Invariance {
         run: &mut impl FnMut(&Sequences, &InputTensors) -> Answer,
     ) -> Result<(), String> {
         let mut dice = Dice::new(seed);
-        // As many small batches as large ones, and as many of one query as of several.
+        // Favours small batches, and batches of one query per sequence.
         let most = 1 + dice.below(sequences);
         let queries = dice.of(&[1, 1, 8.min(queries), queries]);
         let count = 1 + dice.below(most);
@@ -170,7 +173,7 @@ impl Invariance {
         Ok(())
     }
 
-    /// The tensors of a batch. What is of no sequence is NaN.
+    /// Returns the tensors of a batch. Rows that belong to no sequence are NaN.
     fn assemble(
         &self,
         members: &[Member],
@@ -195,7 +198,8 @@ impl Invariance {
         Ok((Sequences::new(self.problem.clone(), queries, keys)?, tensors))
     }
 
-    /// A tensor with the rows of sequences, from the first of each on, where they are placed.
+    /// Returns a tensor with rows of the members' sequences, from `first` on, where they are
+    /// placed.
     fn gather(
         &self,
         from: &Tensor,
@@ -219,8 +223,8 @@ impl Invariance {
     }
 }
 
-/// Runs so many random batches on a back end, in several types and head dims and under several
-/// masks, each after what it is made of was run alone; gives how many queries were compared.
+/// Runs random batches on a back end, in several types and head dims and under several masks, after
+/// running queries of them alone. Returns the number of compared queries.
 pub fn run_batches(
     backend: &dyn Backend,
     batches: u64,
@@ -253,7 +257,7 @@ pub fn run_batches(
     Ok(compared)
 }
 
-/// What a back end answers, for [`Invariance`] to compare.
+/// Returns a function that runs a back end, for [`Invariance`] to compare.
 pub fn on_backend(backend: &dyn Backend) -> impl FnMut(&Sequences, &InputTensors) -> Answer {
     |sequences, tensors| {
         let attend = || {

@@ -1,5 +1,5 @@
-//! Checking the matrix kernels: the rungs between scalar attention and the
-//! fast kernels, each against a product in `f64`.
+//! Checks of the matrix kernels, the steps between scalar attention and the fast kernels, each
+//! against a product in `f64`.
 
 use cuda::{Arguments, TensorMap};
 use kernels::ceiling::{self, Ceiling};
@@ -14,23 +14,23 @@ use flashcore::Progress;
 use flashcore::gpu::{Gpu, GpuError, GuardedBuffer};
 use flashcore::random::uniform;
 
-/// How one configuration of a matrix kernel did.
+/// The outcome of one configuration of a matrix kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Rung {
-    /// The kernel.
+    /// The family of the kernel.
     pub family: &'static str,
-    /// The configuration.
+    /// The name of the configuration.
     pub name: String,
-    /// Whether every element is within its tolerance, nothing was left out
-    /// and nothing else was written.
+    /// Whether every element is within its tolerance, every element was written, and nothing else
+    /// was.
     pub passed: bool,
     /// The largest error of an element.
     pub max_error: f64,
-    /// The mean error.
+    /// The mean error of the elements.
     pub mean_error: f64,
-    /// The largest share of an element's tolerance that was used up.
+    /// The largest fraction of an element's tolerance that was used up.
     pub tolerance_used: f64,
-    /// What went wrong besides, in a line.
+    /// A description of any other mistake.
     pub complaint: Option<String>,
 }
 
@@ -40,7 +40,7 @@ pub fn run(
     configurations: &[Configuration],
     progress: &dyn Progress,
 ) -> Result<Vec<Rung>, GpuError> {
-    // Compiling is the host's work and takes its many cores.
+    // Compiling takes the cores of the host.
     configurations
         .par_iter()
         .try_for_each(|configuration| gpu.compiled(configuration).map(|_| ()))?;
@@ -57,7 +57,7 @@ pub fn run(
     Ok(rungs)
 }
 
-/// The matrix kernels that the GPU can run.
+/// Returns the matrix kernels that the GPU can run.
 pub fn configurations(gpu: &Gpu) -> Vec<Configuration> {
     let all = shipped(gpu.target()).into_iter();
     let is_matrix = |it: &Configuration| {
@@ -69,8 +69,8 @@ pub fn configurations(gpu: &Gpu) -> Vec<Configuration> {
     all.filter(is_matrix).collect()
 }
 
-/// How fast the ceiling loop is, in TFLOP/s: the best of some launches that
-/// are long enough to forget their start.
+/// Measures the throughput of the ceiling loop in TFLOP/s: the best of several launches that are
+/// long enough for their start-up not to matter.
 pub fn measure_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<f64, GpuError> {
     let blocks = gpu.info().multiprocessors;
     let a = Operand::random(configuration.element, configuration.rows(), ceiling::INNER, 1);
@@ -103,7 +103,7 @@ fn check_single(gpu: &Gpu, configuration: Single) -> Result<Rung, GpuError> {
 }
 
 fn check_product(gpu: &Gpu, configuration: Product) -> Result<Rung, GpuError> {
-    // Neither extent is a whole number of tiles: what lies beyond is zero.
+    // Neither extent is a whole number of tiles; elements beyond the ends are read as zeros.
     let (rows, inner) = (200u32, 328u32);
     let columns = configuration.columns;
     let element = configuration.element;
@@ -162,7 +162,7 @@ fn check_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<Rung, GpuError> {
     Ok(judge("ceiling", configuration.name(), &values, intact, extent, expected))
 }
 
-/// Runs the loop: the result with whether its surroundings are intact, and the
+/// Runs the loop. Returns the result, whether the guard zones around it are intact, and the
 /// milliseconds it took.
 fn launch_ceiling(
     gpu: &Gpu,
@@ -220,7 +220,7 @@ impl Operand {
         self.values[row * self.columns as usize + column]
     }
 
-    /// The tensor map over the whole matrix.
+    /// Returns a tensor map over the whole matrix.
     fn map(&self, tensor_box: &TensorBox, buffer: &cuda::Buffer) -> Result<TensorMap, GpuError> {
         let dimensions = [self.columns as u64, self.rows as u64];
         let stride = self.columns as u64 * self.element.bytes() as u64;
@@ -234,7 +234,7 @@ impl Operand {
     }
 }
 
-/// Room for a matrix of `f32`.
+/// A device buffer for a matrix of `f32`, between guard zones.
 struct GuardedMatrix {
     buffer: GuardedBuffer,
     elements: usize,
@@ -249,7 +249,7 @@ impl GuardedMatrix {
         self.buffer.address()
     }
 
-    /// The values, and whether the guard zones are as they were.
+    /// Returns the values, and whether the guard zones are intact.
     fn read(&self, gpu: &Gpu) -> Result<(Vec<f32>, bool), GpuError> {
         let mut values = vec![0.0; self.elements];
         self.buffer.read(gpu, &mut values)?;
@@ -257,15 +257,15 @@ impl GuardedMatrix {
     }
 }
 
-/// The exact product of two vectors, and of their magnitudes.
+/// Returns the exact dot product of two vectors, and that of their magnitudes.
 fn dot(pairs: impl Iterator<Item = (f64, f64)>) -> (f64, f64) {
     pairs.fold((0.0, 0.0), |(sum, magnitude), (a, b)| (sum + a * b, magnitude + (a * b).abs()))
 }
 
-/// Judges a result. Inputs are exact, so the only error is that of summing in
-/// `f32`. The tensor cores round toward zero each time they add 16 products,
-/// so errors pile up: allowed is, of the sum of magnitudes, one unit in the
-/// last place for each such addition and three besides.
+/// Judges a result. Inputs are exact, so the only error is that of summing in `f32`. The tensor
+/// cores round toward zero each time they add 16 products, so errors accumulate: the tolerance is,
+/// relative to the sum of magnitudes, one unit in the last place for each such addition and three
+/// more.
 fn judge(
     family: &'static str,
     name: String,

@@ -1,4 +1,5 @@
-//! Checking a kernel: run a case, compare with the reference, run it again.
+//! Checks of kernels on a back end: run a case twice, compare the result with the reference and
+//! both runs with each other.
 
 mod append;
 pub mod cases;
@@ -27,16 +28,16 @@ pub use invariance::{Answer as AnswerOfBatch, Invariance, on_backend, run_batche
 pub use ragged_gradients::RaggedGradients;
 pub use sequences::{CheckedSequences, DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
 
-/// How a kernel did on a [`Case`].
+/// The outcome of a kernel on a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Whether it is right and repeats.
+    /// Whether the result is right and repeats.
     pub passed: bool,
-    /// Its errors.
+    /// The errors of the result.
     pub verdict: Verdict,
     /// Whether a second run gave the same bits.
     pub repeats: bool,
-    /// Values that are NaN among rows that were not compared, where no input is.
+    /// The number of NaNs in rows that were not compared, for inputs without NaN.
     pub holes: usize,
 }
 
@@ -53,11 +54,11 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Floating-point operations of a case's reference: more, and a sample of its rows is compared.
-/// About a quarter of a second on one core.
+/// The number of floating-point operations of a case's reference beyond which only a sample of its
+/// rows is compared: about a quarter of a second on one core.
 const REFERENCE_OPERATIONS: f64 = 2.5e8;
 
-/// A case with its tensors and with what the result should be.
+/// A case with its tensors and its expected result.
 #[derive(Debug)]
 pub struct Expected<'a> {
     case: &'a Case,
@@ -67,7 +68,7 @@ pub struct Expected<'a> {
 }
 
 impl<'a> Expected<'a> {
-    /// Makes the tensors and computes the reference.
+    /// Creates the tensors and computes the reference.
     pub fn of(case: &'a Case) -> Result<Self, Error> {
         let problem = &case.problem;
         let tensors = case.tensors()?;
@@ -97,7 +98,7 @@ impl<'a> Expected<'a> {
     }
 }
 
-/// Run one kernel of a back end on a case, twice, and judge it.
+/// Runs one kernel of a back end on a case, twice, and judges it.
 ///
 /// ```
 /// use flashcore::{CpuBackend, DType};
@@ -114,7 +115,7 @@ pub fn run(backend: &dyn Backend, kernel: &str, case: &Case) -> Result<Outcome, 
     Expected::of(case)?.check(backend, kernel)
 }
 
-/// How one kernel did on one of many cases.
+/// The outcome of one kernel on one of many cases.
 #[derive(Debug)]
 pub struct Checked<'a, O = Outcome> {
     /// The case.
@@ -123,11 +124,11 @@ pub struct Checked<'a, O = Outcome> {
     pub backend: &'static str,
     /// The kernel's name.
     pub kernel: &'static str,
-    /// What came of it.
+    /// The outcome, or why the kernel could not run.
     pub outcome: Result<O, Error>,
 }
 
-/// The kernels of these back ends that accept a problem, or the one of this name if it does.
+/// Returns the kernels of these back ends that accept a problem, or only the one with this name.
 fn serving<'b>(
     backends: &[&'b dyn Backend],
     kernel: Option<&str>,
@@ -146,8 +147,8 @@ fn serving<'b>(
     kernels
 }
 
-/// Run every kernel that accepts a case, or only the one of this name, for every case. The
-/// reference takes all cores and is computed once for each case. Results come in the order of the
+/// Runs every kernel that accepts a case, or only the one with this name, for every case. The
+/// reference takes all cores and is computed once for each case. Results are in the order of the
 /// cases.
 pub fn run_all<'a>(
     backends: &[&dyn Backend],
@@ -158,7 +159,7 @@ pub fn run_all<'a>(
     each(cases, progress, |case| check_case(backends, kernel, case))
 }
 
-/// What there is to say of each case, on all cores, in the order of the cases.
+/// Checks each case, on all cores; results are in the order of the cases.
 fn each<'a, T: Send>(
     cases: &'a [Case],
     progress: &dyn Progress,
@@ -203,7 +204,7 @@ fn same_bits(first: &Output, second: &Output) -> bool {
     first.output.bytes() == second.output.bytes() && bits(&first.lse) == bits(&second.lse)
 }
 
-/// Values that are NaN.
+/// Counts the values that are NaN.
 fn holes(result: &Output) -> usize {
     let values = result.output.to_f32();
     values.iter().chain(&result.lse).filter(|value| value.is_nan()).count()

@@ -1,4 +1,4 @@
-//! Checking gradients over ragged batches, each described by a seed.
+//! Checks of gradients over ragged batches, each described by a seed.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{Backend, DType, Descales, Error, InputTensors, Problem, Shape, Tensor};
 
-/// Sequences with their tensors and a gradient of their output, all of it from a seed.
+/// Sequences with their tensors and a gradient of their output, all determined by a seed.
 #[derive(Debug)]
 pub struct RaggedGradients {
     seed: u64,
@@ -22,13 +22,13 @@ pub struct RaggedGradients {
 const DIMS: [(usize, usize); 8] =
     [(64, 64), (64, 64), (128, 128), (128, 128), (96, 96), (40, 72), (128, 64), (192, 128)];
 
-/// Around the edges of tiles of 64 and of 128.
+/// Lengths around the edges of tiles of 64 and of 128.
 const EDGES: [usize; 9] = [0, 1, 63, 64, 65, 127, 128, 129, 257];
 
 impl RaggedGradients {
-    /// The case of a seed: packed sequences of which some are empty, with gaps between them or as
-    /// many keys as queries, padded ones, left padding, windows, chunks, softcaps, slopes and sinks,
-    /// grouped heads. What is of no sequence is NaN.
+    /// Creates the case of a seed: packed sequences, some of them empty, with gaps between them or
+    /// with as many keys as queries; padded ones; left padding, windows, chunks, softcaps, slopes,
+    /// sinks and grouped heads. Rows that belong to no sequence are NaN.
     pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
         let mut dice = Dice::new(mix(seed ^ 0x6a66_ed00));
         let batch = dice.of(&[1, 2, 3, 5, 9, 33, 70]);
@@ -74,12 +74,12 @@ impl RaggedGradients {
         Ok(RaggedGradients { seed, sequences, tensors, output_gradient })
     }
 
-    /// The problem that it poses.
+    /// Returns the backward problem of the case.
     pub fn problem(&self) -> Result<Problem, Error> {
         self.sequences.over(self.tensors.inputs()).map(|(problem, _)| problem.backward())
     }
 
-    /// Runs the back end's forward pass, then a kernel for gradients twice, and judges it.
+    /// Runs the forward pass of the back end, then a kernel for gradients twice, and judges it.
     pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<GradientsOutcome, Error> {
         let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
         let gradient = self.output_gradient.clone();
@@ -87,7 +87,7 @@ impl RaggedGradients {
     }
 }
 
-/// Packed without gaps or with some, or padded.
+/// Places sequences packed, with or without gaps, or padded.
 fn place(dice: &mut Dice, lengths: Vec<usize>, heads: usize, dim: usize) -> (Placement, Shape) {
     let gaps: &[usize] = match dice.below(4) {
         0 => {

@@ -1,4 +1,4 @@
-//! Checking kernels over sequences of unequal lengths: random caches, each described by a seed.
+//! Checks of kernels over ragged batches: random sequences and caches, each described by a seed.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use flashcore::{
     RunOptions, Shape, Tensor, random_descales,
 };
 
-/// Sequences with their tensors, all of it from a seed.
+/// Sequences with their tensors, all determined by a seed.
 #[derive(Debug)]
 pub struct SequencesCase {
     seed: u64,
@@ -26,7 +26,7 @@ pub struct SequencesCase {
     splits: Option<u32>,
 }
 
-/// A case with what the result should be.
+/// A case with its expected result.
 #[derive(Debug)]
 pub struct ExpectedOfSequences<'a> {
     case: &'a SequencesCase,
@@ -36,21 +36,21 @@ pub struct ExpectedOfSequences<'a> {
     baseline: Answer,
 }
 
-/// How one kernel did on one of many cases of sequences.
+/// The outcome of one kernel on one of many cases of sequences.
 #[derive(Debug)]
 pub struct CheckedSequences {
-    /// The case.
+    /// A description of the case.
     pub case: String,
     /// The back end's name.
     pub backend: &'static str,
     /// The kernel's name.
     pub kernel: &'static str,
-    /// What came of it.
+    /// The outcome, or why the kernel could not run.
     pub outcome: Result<Outcome, Error>,
 }
 
-/// Run every kernel that accepts a case, or only the one of this name, for the cases of the first
-/// seeds.
+/// Runs every kernel that accepts a case, or only the one with this name, for the cases of the
+/// first `seeds` seeds.
 pub fn run_sequences(
     backends: &[&dyn Backend],
     kernel: Option<&str>,
@@ -61,7 +61,7 @@ pub fn run_sequences(
     run_seeds(seeds, progress, |seed| check_seed(backends, kernel, dtype, seed))
 }
 
-/// What came of the cases of the first seeds.
+/// Checks the cases of the first `seeds` seeds, on all cores.
 fn run_seeds<C: IntoIterator<Item = CheckedSequences>>(
     seeds: u64,
     progress: &dyn Progress,
@@ -76,7 +76,7 @@ fn run_seeds<C: IntoIterator<Item = CheckedSequences>>(
     (0..seeds).into_par_iter().flat_map_iter(check).collect()
 }
 
-/// Run the one kernel of a GPU that there is for cases of this kind.
+/// Runs a GPU kernel that has no alternatives for the cases of the first `seeds` seeds.
 pub(super) fn run_alone<C: fmt::Display>(
     kernel: &'static str,
     seeds: u64,
@@ -87,7 +87,7 @@ pub(super) fn run_alone<C: fmt::Display>(
     run_seeds(seeds, progress, |seed| [check_alone(kernel, seed, &random, &check)])
 }
 
-/// The same for the case of one seed.
+/// Runs a GPU kernel that has no alternatives for the case of one seed.
 pub(super) fn check_alone<C: fmt::Display>(
     kernel: &'static str,
     seed: u64,
@@ -125,7 +125,7 @@ fn check_seed(
     kernels.into_iter().map(check).collect()
 }
 
-/// Head dims of random problems: those with kernels of their own often, odd ones now and then.
+/// The head dims of random problems: those with kernels of their own often, odd ones now and then.
 pub const DIMS: [(usize, usize); 12] = [
     (64, 64),
     (64, 64),
@@ -143,9 +143,10 @@ pub const DIMS: [(usize, usize); 12] = [
 const SPLITS: [u32; 9] = [1, 2, 3, 5, 8, 16, 33, 47, 64];
 
 impl SequencesCase {
-    /// The case of a seed: lengths with zeros, packed, padded and paged caches with whatever is no
-    /// key of a sequence NaN, left padding, windows, softcaps, slopes and sinks, groups of 1 to 16
-    /// query heads, one query for each sequence or several, 1 to 64 splits.
+    /// Creates the case of a seed: lengths including zero; packed, padded and paged caches in which
+    /// everything that is not a key of a sequence is NaN; left padding, windows, softcaps, slopes
+    /// and sinks; groups of 1 to 16 query heads; one query for each sequence or several; 1 to 64
+    /// splits.
     pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
         let mut dice = Dice::new(mix(seed ^ 0x5e9e_0ce5));
         let batch = dice.of(&[1, 1, 2, 3, 5, 9, 33]);
@@ -177,7 +178,7 @@ impl SequencesCase {
     }
 
     fn queries(dice: &mut Dice, batch: usize, heads: usize, dim: usize) -> (Placement, Shape) {
-        // Now and then as many as a tile of queries has, and more.
+        // Now and then as many queries as a query tile has, and more.
         let many = (dice.one_in(4) && batch < 9).then(|| dice.of(&[33, 70, 150]));
         if dice.one_in(3) {
             let mut starts = vec![0];
@@ -194,7 +195,7 @@ impl SequencesCase {
         (Self::used(dice, placement, &rooms), Shape::new(batch, length, heads, dim))
     }
 
-    /// Sometimes not every query that there is room for.
+    /// Sometimes uses fewer queries than there is room for.
     fn used(dice: &mut Dice, queries: Placement, rooms: &[usize]) -> Placement {
         match dice.one_in(4) {
             true => queries.with_lengths(rooms.iter().map(|room| dice.below(room + 1)).collect()),
@@ -229,7 +230,7 @@ impl SequencesCase {
         })
     }
 
-    /// What is computed.
+    /// Returns the sequences of the case.
     pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
@@ -243,7 +244,8 @@ impl SequencesCase {
         Ok(ExpectedOfSequences { case: self, problem, inputs, reference, baseline })
     }
 
-    /// The kernels of back ends that serve it, the best first, or only those of this name.
+    /// Returns the kernels of back ends that accept the case, the best first, or only those with
+    /// this name.
     pub fn kernels<'b>(
         &self,
         backends: &[&'b dyn Backend],
@@ -268,7 +270,8 @@ impl ExpectedOfSequences<'_> {
     }
 }
 
-/// Standard normal queries and keys; whatever is no key of a sequence is NaN.
+/// Returns standard normal queries, keys and values; everything that is not a key of a sequence is
+/// NaN.
 fn tensors(
     sequences: &Sequences,
     query: Shape,
@@ -323,8 +326,8 @@ impl fmt::Display for SequencesCase {
     }
 }
 
-/// A problem over sequences whose lengths are not known yet, with a random mask, which looks ahead by
-/// less than `ahead`, and random scores.
+/// Creates a problem over sequences whose lengths are not known yet, with a random mask that looks
+/// ahead by less than `ahead`, and random score rules.
 pub(super) fn random_rules(
     dice: &mut Dice,
     [batch, group, kv_heads]: [usize; 3],
@@ -375,7 +378,7 @@ mod tests {
         }
     }
 
-    /// A back end with a kernel for everybody, and one for those who ask for it.
+    /// A back end with a default kernel and one that runs only on request.
     struct Two;
 
     impl Backend for Two {

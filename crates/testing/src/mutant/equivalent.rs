@@ -1,9 +1,9 @@
-//! Mutants that are as good as the original, and why.
+//! The list of mutants that are equivalent to the original, with reasons.
 //!
-//! An entry names a change by the kernel, by what is done and by the line of the kernel's source
-//! that it is done to: as text, so that the list holds while lines move. It speaks only for mutants
-//! that nobody noticed, and for so many of them: at the same line others are noticed. Where sources
-//! are not there to be read, as for an installed command, nothing is on the list.
+//! An entry identifies a change by the kernel, by the mutation, and by the text of the source line
+//! it applies to, so that the list stays valid while lines move. It applies only to mutants that
+//! nothing noticed, since others at the same line may be noticed, and to a limited number of them.
+//! Where the sources cannot be read, as for an installed command, the list is empty.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -12,33 +12,32 @@ use ptx::Place;
 
 use super::{Kind, Mutant};
 
-/// A change that changes nothing that matters.
+/// A change that makes no difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Equivalent {
-    /// Something in the names of the configurations that it is one in.
+    /// A substring of the names of the configurations in which the change is equivalent.
     pub kernel: &'static str,
-    /// What kind of change.
+    /// The kind of the change.
     pub kind: Kind,
-    /// What is done, and what becomes of what: the beginning of "operator: detail", or of what is
-    /// deleted.
+    /// The beginning of "operator: detail" of the mutant, or of the detail for a deletion.
     pub change: &'static str,
-    /// The end of the file's path.
+    /// A suffix of the path of the source file.
     pub file: &'static str,
-    /// What stands in the line.
+    /// A substring of the source line.
     pub line: &'static str,
-    /// How many a configuration has at most: one more is a survivor.
+    /// The largest number of such mutants in a configuration; any more are survivors.
     pub at_most: usize,
-    /// Why nobody can notice.
+    /// The reason why the change makes no difference.
     pub reason: &'static str,
 }
 
-/// Every one: the list in `equivalents.txt`.
+/// Returns the list, which is stored in `equivalents.txt`.
 pub fn equivalents() -> &'static [Equivalent] {
     static ALL: OnceLock<Vec<Equivalent>> = OnceLock::new();
     ALL.get_or_init(|| parse(include_str!("equivalents.txt")))
 }
 
-/// Reasons, and below each, further in, what it is the reason for.
+/// Parses the list: lines with a reason, each followed by indented entries to which it applies.
 fn parse(text: &'static str) -> Vec<Equivalent> {
     let (mut all, mut reason) = (Vec::new(), "");
     for line in text.lines().filter(|it| !it.is_empty() && !it.starts_with('#')) {
@@ -59,8 +58,8 @@ fn parse(text: &'static str) -> Vec<Equivalent> {
     all
 }
 
-/// Changes that cost time and nothing else, where they are made: only of mutants that took more
-/// instructions than the kernel in some scene, and in none fewer.
+/// Changes that only cost time at these places. They apply only to mutants that executed more
+/// instructions than the kernel in some scene and fewer in none.
 const SLOWER: &[Equivalent] = &[
     slower("attention/visibility.rs", "", MASKED),
     slower("/rule.rs", "k.if_(", MASKED),
@@ -72,7 +71,7 @@ const SLOWER: &[Equivalent] = &[
     slower("/softmax.rs", "", "what is multiplied by a factor of 1 stays as it is"),
 ];
 
-/// Of changes that decide what is masked.
+/// The reason for changes that decide where a mask is applied.
 const MASKED: &str = "a mask where nothing is hidden changes nothing";
 
 const fn slower(file: &'static str, line: &'static str, reason: &'static str) -> Equivalent {
@@ -80,8 +79,8 @@ const fn slower(file: &'static str, line: &'static str, reason: &'static str) ->
     Equivalent { kernel, kind: Kind::Value, change, file, line, at_most: usize::MAX, reason }
 }
 
-/// The line of the list that a mutant of a kernel is on, which took more instructions than the kernel
-/// or not.
+/// Returns the entry of the list that applies to a mutant of a kernel; `slower` is whether it
+/// executed more instructions than the kernel.
 pub(super) fn find(kernel: &str, mutant: &Mutant, slower: bool) -> Option<&'static Equivalent> {
     let all = equivalents().iter().chain(SLOWER.iter().filter(|_| slower));
     let mut named = all.filter(|it| it.names(kernel, mutant)).peekable();
@@ -103,7 +102,7 @@ impl Equivalent {
     }
 }
 
-/// The line of source at a place.
+/// Returns the source line at a place.
 fn source(place: Place) -> Option<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let text = std::fs::read_to_string(root.join(place.file())).ok()?;
@@ -114,7 +113,7 @@ fn source(place: Place) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// What the list names is there: a line that has gone speaks for nobody.
+    /// Every entry must match a line of a kernel: an entry whose line is gone is stale.
     #[test]
     fn every_line_of_the_list_is_a_line_of_a_kernel() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -1,4 +1,4 @@
-//! Every mutant of a program, in the order of its statements.
+//! Generates every mutant of a program, in the order of its statements.
 
 use std::collections::HashMap;
 
@@ -8,17 +8,17 @@ use ptx::{
 
 use super::{Change, Kind, Mutant, value, weaken};
 
-/// A change that an instruction can suffer.
+/// A possible change of a statement.
 struct Possibility {
     operator: &'static str,
     detail: String,
     change: Change,
 }
 
-/// What is done to a branch.
+/// The mutation operator of branches.
 pub(super) const BRANCH: &str = "branch";
 
-/// Every mutant of a program.
+/// Returns every mutant of a program.
 pub fn every(program: &Program) -> Vec<Mutant> {
     let regions = Regions::of(program);
     let mut all = Vec::new();
@@ -66,7 +66,7 @@ fn of_statement(
         }
         StatementKind::If { then, otherwise, .. } => {
             let [never, always] = [branch("never", otherwise), branch("always", then)];
-            // What is never entered, nobody misses.
+            // Removing a branch that is never entered makes no difference.
             let inside = then.iter().any(|it| matches!(it.kind, StatementKind::Instruction(_)));
             add(Kind::Value, Some(next).filter(|_| inside), vec![never]);
             add(Kind::Value, None, vec![always]);
@@ -75,20 +75,20 @@ fn of_statement(
     }
 }
 
-/// What orders or waits, and what that needs.
+/// Returns whether an instruction synchronises, or initialises an mbarrier.
 fn synchronises(instruction: &Instruction) -> bool {
     sim::mutate::role(instruction).is_some()
         || matches!(instruction, Instruction::MbarrierInit { .. })
 }
 
-/// One side of a branch for everyone.
+/// Returns the replacement of a branch by one of its sides, for all threads.
 fn branch(when: &str, side: &Block) -> Possibility {
     let statements = side.iter().map(|statement| statement.kind.clone()).collect();
     let change = Change { statements, registers: Vec::new() };
     Possibility { operator: BRANCH, detail: format!("{when} taken"), change }
 }
 
-/// The name of an instruction without its operands.
+/// Returns the name of an instruction without its operands.
 pub(super) fn name(instruction: &Instruction) -> String {
     let text = format!("{instruction:?}");
     match instruction {
@@ -97,7 +97,7 @@ pub(super) fn name(instruction: &Instruction) -> String {
     }
 }
 
-/// What may become of one instruction.
+/// The possible changes of one instruction.
 pub(super) struct Possibilities<'a> {
     program: &'a Program,
     all: Vec<Possibility>,
@@ -116,7 +116,7 @@ impl<'a> Possibilities<'a> {
         self.all.push(Possibility { operator, detail: detail.into(), change: new });
     }
 
-    /// The instruction becomes another.
+    /// Adds the replacement by another instruction.
     pub(super) fn become_one(
         &mut self,
         operator: &'static str,
@@ -126,7 +126,7 @@ impl<'a> Possibilities<'a> {
         self.push(operator, detail, Change::to(new));
     }
 
-    /// The instruction with a clone of it changed.
+    /// Adds the replacement by an edited copy, if it differs.
     pub(super) fn edit(
         &mut self,
         operator: &'static str,
@@ -141,8 +141,8 @@ impl<'a> Possibilities<'a> {
         }
     }
 
-    /// The instruction with an operand changed: a constant at once, a register by an instruction
-    /// before it.
+    /// Adds the replacement with one operand changed: a constant directly, a register by an
+    /// additional instruction before it.
     pub(super) fn operand(
         &mut self,
         operator: &'static str,
@@ -176,7 +176,7 @@ impl<'a> Possibilities<'a> {
     }
 }
 
-/// Which region of shared memory registers are addresses in, as far as it shows.
+/// The region of shared memory that registers point into, as far as the program shows it.
 struct Regions {
     names: HashMap<Register, String>,
 }
@@ -205,7 +205,7 @@ impl Regions {
         Regions { names }
     }
 
-    /// The name of the memory barrier that a statement is about.
+    /// Returns the name of the mbarrier that a statement uses.
     fn of_barrier(&self, statement: &Statement) -> Option<&str> {
         use Instruction as I;
         let StatementKind::Instruction(
@@ -230,7 +230,7 @@ fn of_operands(names: &HashMap<Register, String>, operands: &[Operand]) -> Optio
     })
 }
 
-/// How an operand changes.
+/// The change of an operand.
 #[derive(Clone, Copy)]
 pub(super) enum By {
     Adding(i64),

@@ -1,10 +1,11 @@
-//! Mutants that compute the same as the original for every input, as far as the program itself shows:
-//! nobody reads what is changed, or what goes in has not the bits that would tell.
+//! Mutants that provably compute the same as the original for every input, because nothing reads
+//! the changed bits, or because the inputs never have the bits that would make a difference.
 //!
-//! Two questions are asked of every register at every statement. Backwards: which of its bits does
-//! anybody read later? None of what is overwritten, and of a thread's number that becomes one of a group
-//! not the lowest. Forwards: which of its bits can be set? Of a lane's number the lowest five, of the number
-//! of a pipeline's first stage none.
+//! Two dataflow analyses track the bits of every register at every statement. Backwards
+//! ([`Demand`]): which bits are read later? Not those that are overwritten first, and not the
+//! lowest bits of a thread index that is divided down to a group index. Forwards ([`Flow`]): which
+//! bits can be set? Only the lowest five of a lane index, and none of the index of a pipeline's
+//! first stage.
 
 use std::collections::HashSet;
 
@@ -17,11 +18,11 @@ use sim::mutate::{Effect, effect};
 use super::generate::BRANCH;
 use super::{Equivalent, Kind, Mutant};
 
-/// Nobody reads what is changed.
+/// The changed result is never read.
 pub(super) const UNREAD: Equivalent =
     rule("nobody reads what it computes: the kernel asks for more than it needs there");
 
-/// The change cannot show.
+/// The change has no effect on any possible input.
 pub(super) const SAME_BITS: Equivalent =
     rule("for every number that comes in, the same comes out: the bits that differ are never set");
 
@@ -30,13 +31,14 @@ const fn rule(reason: &'static str) -> Equivalent {
     Equivalent { kernel, kind: Kind::Value, change, file, line, at_most: usize::MAX, reason }
 }
 
-/// What a program shows without being run.
+/// The results of the analyses of a program.
 pub(super) struct Idle {
     instructions: Vec<Instruction>,
-    /// Of each instruction, the bits of what it writes that are read later; all, where it does more
+    /// For each instruction, the bits of its result that are read later; all bits if it does more
     /// than write one register.
     read: Vec<u64>,
-    /// Of each instruction, which bits of its sources can be set, as far as the rules below ask.
+    /// For each instruction, the bits of its first two sources that can be set, for the
+    /// instructions that the rules below handle.
     sources: Vec<[u64; 2]>,
 }
 
@@ -59,7 +61,7 @@ impl Idle {
         Idle { instructions, read: demand.read, sources }
     }
 
-    /// Why a mutant computes the same, if the program shows it.
+    /// Returns why a mutant computes the same, if the program shows it.
     pub(super) fn reason(&self, mutant: &Mutant) -> Option<&'static Equivalent> {
         let is_branch = mutant.operator == BRANCH;
         let index = mutant.instruction.filter(|_| mutant.kind == Kind::Value && !is_branch)?;
@@ -77,8 +79,9 @@ impl Idle {
     }
 }
 
-/// Whether two instructions that differ in a constant give the same for whatever comes in; `possible`
-/// are the bits of their sources that can be set, `read` those of the result that are read.
+/// Returns whether two instructions that differ in a constant give the same result for all inputs.
+/// `possible` are the bits of their sources that can be set, `read` the bits of the result that are
+/// read.
 fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read: u64) -> bool {
     use Instruction as I;
     let [first, second] = possible;
@@ -92,7 +95,7 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
                 BinaryOperation::And => first & (b ^ c) & read == 0,
                 BinaryOperation::ShiftRight => small < 64 && first >> small == 0,
                 BinaryOperation::ShiftLeft => first == 0,
-                // A few bytes more than whole units, of which only units are read.
+                // The product changes by less than the lowest bit that is read.
                 BinaryOperation::Multiply => {
                     let more = first.checked_mul(c.wrapping_sub(*b));
                     first == 0 || b & unread(read) == 0 && more.is_some_and(|it| it <= unread(read))
@@ -102,7 +105,7 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
                 _ => false,
             }
         }
-        // Less than a unit more.
+        // The sum changes by less than the lowest bit that is read.
         (
             I::Binary { operation: BinaryOperation::Add, ty, a, b: Operand::Immediate(b), .. },
             I::Binary {
@@ -111,7 +114,7 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
         ) if is_unsigned(*ty) && a == same && *b != 0 => {
             first & unread(read) == 0 && b | unread(read) == c | unread(read)
         }
-        // Nothing more or nothing less.
+        // Adding and subtracting zero are the same.
         (
             I::Binary { operation: BinaryOperation::Add | BinaryOperation::Subtract, a, b, .. },
             I::Binary {
@@ -135,7 +138,7 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
     }
 }
 
-/// Bits of every register: those that are read later, or those that can be set.
+/// A set of bits for every register: those that are read later, or those that can be set.
 #[derive(Clone, PartialEq)]
 struct Bits(Vec<u64>);
 
@@ -151,16 +154,16 @@ impl Bits {
 
 struct Demand<'a> {
     program: &'a Program,
-    /// Of each instruction, which bits of its sources can be set.
+    /// For each instruction, the bits of its sources that can be set.
     sources: &'a [[u64; 2]],
-    /// Registers that hold an address of shared memory and nothing else.
+    /// The registers that only ever hold the base of a region of shared memory.
     bases: HashSet<Register>,
     read: Vec<u64>,
 }
 
 impl Demand<'_> {
-    /// From what is read after a block, whose first instruction has this number, to what is before it;
-    /// `exit` is read behind the innermost loop.
+    /// Computes what is read before a block from what is read after it. `first` is the index of its
+    /// first instruction; `exit` is what is read after the innermost loop.
     fn block(&mut self, block: &Block, first: usize, bits: &mut Bits, exit: &Bits) {
         let mut end = first + block.iter().map(|it| instructions(&it.kind)).sum::<usize>();
         for statement in block.iter().rev() {
@@ -206,8 +209,8 @@ impl Demand<'_> {
         }
     }
 
-    /// The register whose bits below the lowest that is read do not matter: it is added to an address of
-    /// shared memory that has none of them, so that nothing is carried.
+    /// Returns the register whose bits below the lowest bit read do not matter, because it is added
+    /// to a shared-memory base that has none of those bits, so that nothing carries.
     fn beyond_units(&self, instruction: &Instruction, index: usize, read: u64) -> Option<Register> {
         let Instruction::Binary { operation: BinaryOperation::Add, ty, a, b, .. } = instruction
         else {
@@ -242,7 +245,8 @@ impl Demand<'_> {
             let Operand::Register(register) = operand else { return };
             match access {
                 Access::Write => writes.push(register),
-                // What is written later is not gone before.
+                // A register that is written asynchronously still counts as read: its old value is
+                // not dead at the issue.
                 Access::Read | Access::AsyncRead | Access::AsyncWrite | Access::AsyncUpdate => {
                     reads.push(register);
                 }
@@ -282,12 +286,13 @@ fn bases(program: &Program, instructions: &[Instruction]) -> HashSet<Register> {
     &bases - &others
 }
 
-/// The bits below all that are read.
+/// Returns the bits below the lowest one that is read.
 fn unread(read: u64) -> u64 {
     (read & read.wrapping_neg()).wrapping_sub(1)
 }
 
-/// Which bits of its registers an instruction reads, of whose result these are read.
+/// Returns the bits of its registers that an instruction reads, given the bits of its result that
+/// are read.
 fn demanded(program: &Program, instruction: &Instruction, read: u64) -> u64 {
     use BinaryOperation as B;
     use Instruction as I;
@@ -302,7 +307,7 @@ fn demanded(program: &Program, instruction: &Instruction, read: u64) -> u64 {
             (B::ShiftRight, Operand::Immediate(by)) => read.checked_shl(*by as u32).unwrap_or(0),
             (B::ShiftLeft, Operand::Immediate(by)) => read.checked_shr(*by as u32).unwrap_or(0),
             (B::And | B::Or | B::Xor, _) => read,
-            // Sums and products carry upwards only.
+            // Carries of sums and products only go upwards.
             (B::Add | B::Subtract | B::Multiply, _) => up_to(read),
             _ => u64::MAX,
         },
@@ -328,8 +333,8 @@ struct Flow<'a> {
 }
 
 impl Flow<'_> {
-    /// From before a block, whose first instruction has this number, to behind it; `exits` is what
-    /// leaves the innermost loop.
+    /// Computes the possible bits after a block from those before it. `first` is the index of its
+    /// first instruction; `exits` collects what leaves the innermost loop.
     fn block(&mut self, block: &Block, first: usize, bits: &mut Bits, exits: &mut Option<Bits>) {
         let mut begin = first;
         for statement in block {
@@ -358,7 +363,7 @@ impl Flow<'_> {
         }
     }
 
-    /// What is possible behind a loop.
+    /// Returns the possible bits after a loop.
     fn repeated(&mut self, body: &Block, begin: usize, mut head: Bits) -> Bits {
         let mut rounds = 0;
         loop {
@@ -369,7 +374,7 @@ impl Flow<'_> {
                 return exits.unwrap_or(head);
             }
             rounds += 1;
-            // What still grows may become anything.
+            // Bits that still grow are widened to all bits, so that the analysis ends.
             if rounds > 3 {
                 let grown = around.0.iter_mut().zip(&head.0).filter(|(now, before)| now != before);
                 grown.for_each(|(now, _)| *now = u64::MAX);
@@ -401,7 +406,7 @@ impl Flow<'_> {
     }
 }
 
-/// The bits that the result of an instruction can have, where something is known.
+/// Returns the bits that the result of an instruction can have, where something is known.
 fn result_bits(program: &Program, instruction: &Instruction, possible: &[u64]) -> Option<u64> {
     use BinaryOperation as B;
     use Instruction as I;
@@ -415,7 +420,7 @@ fn result_bits(program: &Program, instruction: &Instruction, possible: &[u64]) -
         I::Compare { .. } => 1,
         I::Select { a, b, .. } => bits(a) | bits(b),
         I::Shuffle { dst, valid: None, src, .. } if dst != src => possible[src.0 as usize],
-        // Shared memory begins at a multiple of 16.
+        // Shared memory is aligned to 16 bytes.
         I::SharedBase { offset, .. } => !15 | u64::from(*offset) & 15,
         I::ReadSpecial { special: Special::Lane, .. } => 31,
         I::ReadSpecial { special: Special::Thread(_), .. } => {
@@ -449,7 +454,7 @@ fn bits_of(possible: &[u64], operand: Operand) -> u64 {
     }
 }
 
-/// Every bit of the numbers up to one.
+/// Returns every bit that a number up to `most` can have.
 fn up_to(most: u64) -> u64 {
     u64::MAX.checked_shr(most.leading_zeros()).unwrap_or(0)
 }
@@ -469,7 +474,8 @@ mod tests {
     use super::*;
     use crate::mutant::every;
 
-    /// A kernel with a number that nobody reads, one that is overwritten, and bits that are never set.
+    /// Returns a kernel with a number that nothing reads, one that is overwritten, and bits that
+    /// are never set.
     fn program() -> Program {
         let mut k = Builder::new("idle", Target::SM_80, 64);
         let out = k.parameter::<ptx::GlobalAddress>("out");

@@ -1,10 +1,11 @@
-//! What the tests and the simulator would notice: kernels with one statement changed.
+//! Mutation testing: kernels with one statement changed, which the tests and the simulator should
+//! notice.
 //!
-//! A [`Mutant`] is a [`Program`] with one change: a piece of synchronisation taken out or made
-//! weaker, or a value made wrong. A [`Trial`] runs it on the unkind scenes of its kernel, and
-//! somebody must notice: the validator, a hazard, or wrong numbers. One that nobody notices is a
-//! hole in the scenes or in the simulator, or it changes nothing that matters: then it stands on
-//! the list of equivalents, with the reason.
+//! A [`Mutant`] is a [`Program`] with one change: a piece of synchronisation deleted or weakened,
+//! or a value made wrong. A [`Trial`] runs it on the adversarial scenes of its kernel, where the
+//! validator, a hazard or wrong numbers must reveal it. A mutant that survives is a gap in the
+//! scenes or in the simulator, or its change does not matter: then it is on the list of
+//! equivalents, with the reason.
 //!
 //! ```
 //! use flashcore_testing::mutant::{self, Kind, Trial, Verdict};
@@ -21,12 +22,12 @@
 //! | file | its subject |
 //! | --- | --- |
 //! | `generate` | every mutant of a program, in the order of its statements |
-//! | `weaken`, `value` | what may become of an instruction |
+//! | `weaken`, `value` | the possible changes of an instruction |
 //! | `trial` | one mutant against the scenes of its kernel |
 //! | `survey` | many mutants of a kernel, and the score |
 //! | `subject` | the configurations that stand for a family |
-//! | `idle` | mutants that compute the same, as the program itself shows |
-//! | `equivalent` | mutants that are as good as the original, and why |
+//! | `idle` | mutants that provably compute the same, by an analysis of the program |
+//! | `equivalent` | the list of mutants that are equivalent to the original, and why |
 
 mod equivalent;
 mod generate;
@@ -47,12 +48,12 @@ pub use subject::{families, subjects};
 pub use survey::{Listed, Outcome, Score, Survey, sample, survey};
 pub use trial::{Killer, Trial, Verdict};
 
-/// What kind of change it is.
+/// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// A statement that orders or waits is taken out.
+    /// A synchronisation statement is deleted.
     Delete,
-    /// A statement that orders or waits does less, or something near.
+    /// A synchronisation statement is weakened or slightly changed.
     Weaken,
     /// A comparison, constant, address, coordinate or store is wrong.
     Value,
@@ -62,7 +63,7 @@ impl Kind {
     /// Every kind.
     pub const ALL: [Kind; 3] = [Kind::Delete, Kind::Weaken, Kind::Value];
 
-    /// Its name in tables.
+    /// Returns the name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Delete => "deleted",
@@ -75,27 +76,27 @@ impl Kind {
 /// One change of one statement.
 #[derive(Clone, Debug)]
 pub struct Mutant {
-    /// What kind of change it is.
+    /// The kind of the change.
     pub kind: Kind,
-    /// What is done, in a few words that are the same wherever it is done.
+    /// The name of the mutation operator, the same wherever it is applied.
     pub operator: &'static str,
-    /// What becomes of what.
+    /// What is changed to what.
     pub detail: String,
-    /// Where the kernel's source says what is changed.
+    /// The place of the changed statement in the kernel's source.
     pub place: Place,
-    /// The statement, in the order of [`Program::visit`].
+    /// The index of the statement, in the order of [`Program::visit`].
     pub site: usize,
-    /// The instruction among the program's that it is about; of a branch that is left out, the first
-    /// inside.
+    /// The index of the changed instruction among the program's; for a branch that is never taken,
+    /// of the first instruction inside.
     instruction: Option<usize>,
     change: Change,
 }
 
-/// What stands in the place of a statement.
+/// The replacement of a statement.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Change {
     statements: Vec<StatementKind>,
-    /// Registers that it needs beyond the program's.
+    /// The types of additional registers, numbered after the program's.
     registers: Vec<Type>,
 }
 
@@ -106,7 +107,7 @@ impl Change {
 }
 
 impl Mutant {
-    /// The changed program.
+    /// Returns the changed program.
     pub fn apply(&self, program: &Program) -> Program {
         let mut changed = program.clone();
         changed.registers.extend(&self.change.registers);
@@ -115,8 +116,8 @@ impl Mutant {
     }
 }
 
-/// Replaces the statement of a number, outer ones counted before inner ones; gives whether it was
-/// found.
+/// Replaces the statement with the index `site`, counting outer statements before inner ones;
+/// returns whether it was found.
 fn replace(block: &mut Block, next: &mut usize, site: usize, with: &[StatementKind]) -> bool {
     for index in 0..block.len() {
         if *next == site {

@@ -1,7 +1,7 @@
-//! The configurations that stand for a family: small, and with every part that the family has.
+//! The configurations that represent each family: small, but with every feature of the family.
 //!
-//! What is shipped is the same statements with larger tiles, which take longer to simulate and show
-//! nothing more.
+//! The shipped configurations have the same statements with larger tiles, which take longer to
+//! simulate and show nothing more.
 
 use kernels::append::Rotary;
 use kernels::attention::function::Function;
@@ -19,14 +19,14 @@ use ptx::{Element, Target};
 
 use crate::small;
 
-/// The families whose mutants are counted.
+/// Returns the families whose mutants are counted.
 pub fn families() -> Vec<&'static str> {
     let mut families: Vec<&'static str> = subjects().iter().map(Configuration::family).collect();
     families.dedup();
     families
 }
 
-/// The configurations that stand for the families, family by family.
+/// Returns the configurations that represent the families, family by family.
 pub fn subjects() -> Vec<Configuration> {
     let mut all = Vec::new();
     all.extend(forwards().map(Configuration::Forward));
@@ -45,7 +45,8 @@ pub fn subjects() -> Vec<Configuration> {
     all
 }
 
-/// A mask and scores that divide by numbers of every sign, and by none.
+/// Returns rules with a mask function and a score function that divide by numbers of every sign,
+/// and by zero.
 fn functions() -> Rules {
     let bands = Function::mask("bands", |at| ((at.query() - at.key()) / (at.head() - 2) % 2).eq(0));
     let leaning = Function::score("leaning", |score, at| {
@@ -55,7 +56,7 @@ fn functions() -> Rules {
     Rules { mask_function: Some(bands), score_function: Some(leaning), ..Rules::DENSE }
 }
 
-/// A cache of 8 bits, with both kinds of scales.
+/// An 8-bit cache with both kinds of scales.
 const NARROW: Cache =
     Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
 
@@ -76,7 +77,7 @@ fn forwards() -> [Forward; 8] {
         Forward { rules: functions(), warpgroups: 1, ..dense },
         Forward { rules: listed(64), warpgroups: 1, ..dense },
         Forward { stream_k: true, ..dense },
-        // Values of 8 bits are transposed on their way.
+        // 8-bit values are transposed on their way to the product.
         Forward { element: Element::E4M3, form: Form::COMPACT, warpgroups: 1, ..causal },
     ]
 }
@@ -109,7 +110,8 @@ fn decodes() -> [Decode; 5] {
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
     let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
     let narrow = Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain };
-    // Twice the rows are too many for registers: what they come to is kept in memory.
+    // Twice as many rows do not fit into registers, so their running sums are kept in global
+    // memory.
     [plain, every, narrow, fixed, Decode { rows: 16, ..fixed }]
 }
 
@@ -153,8 +155,9 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
-/// A mask that sees all of some blocks of a size, nothing of others, and of most so little that every key
-/// weighs; another one for every head, and for every second sequence.
+/// Returns rules with a mask function that sees all of some blocks of this size, nothing of others,
+/// and so little of most that every key matters. The mask differs between heads, and between odd
+/// and even sequences.
 fn listed(block: i32) -> Rules {
     let near = Function::mask("near", |at| {
         let further = at.query() / block % 3 / 2 * block;
@@ -163,9 +166,10 @@ fn listed(block: i32) -> Rules {
     Rules { mask_function: Some(near), ..Rules::DENSE }
 }
 
-/// Steps of two parts in two stages, and of one in three; in one order; heads for two warpgroups; more
-/// keys; a ragged batch; blocks that take tile after tile, under a window and beside others that clear and
-/// round; tiles in parts; walks by lists, in no order and in one.
+/// Returns backward kernels with: steps of two parts in two stages, and of one part in three;
+/// deterministic order; wide heads shared by two warpgroups; larger key blocks; a ragged batch;
+/// persistent blocks, under a window and with warps that clear and round dQ; split tiles; and block
+/// lists, in any order and deterministic.
 fn backwards() -> [Backward; 11] {
     let narrow = Backward {
         element: Element::BF16,
@@ -187,7 +191,7 @@ fn backwards() -> [Backward; 11] {
         Backward { head_dim: 136, value_head_dim: 24, ..small },
         Backward { rules: Rules::DENSE, ..small },
         Backward { batch: Batch::Ragged, ..narrow },
-        // Under a window there are tiles that nobody sees.
+        // Under a window some tiles are seen by no query.
         Backward { rules: Rules::LOCAL, persistent: true, ..narrow },
         Backward { persistent: true, ..narrow },
         Backward { head_dim: 72, value_head_dim: 24, rules: Rules::DENSE, split: true, ..small },
@@ -196,7 +200,7 @@ fn backwards() -> [Backward; 11] {
     ]
 }
 
-/// Few warps, two that share their keys.
+/// Returns kernels of few warps, of which two share their keys.
 fn backward_mmas() -> [BackwardMma; 4] {
     let [narrow, wide, ordered, .., last] = backwards();
     [narrow, wide, ordered, Backward { rules: listed(32), ..last }].map(|it| BackwardMma {

@@ -1,4 +1,4 @@
-//! Many mutants of a kernel, and the score.
+//! Surveys: many mutants of a kernel, and the mutation score.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,57 +9,57 @@ use super::{Equivalent, Killer, Kind, Mutant, Trial, Verdict, every};
 use crate::dice::Dice;
 use crate::scene::SceneError;
 
-/// What became of one mutant.
+/// The outcome of one mutant.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// The mutant.
     pub mutant: Mutant,
-    /// What became of it.
+    /// The verdict on the mutant.
     pub verdict: Verdict,
 }
 
-/// What became of the mutants of a kernel.
+/// The outcomes of the mutants of a kernel.
 #[derive(Clone, Debug)]
 pub struct Survey {
-    /// The kernel's family.
+    /// The family of the kernel.
     pub family: &'static str,
-    /// The kernel.
+    /// The name of the kernel.
     pub kernel: String,
-    /// How many mutants of each kind there are, of which these are some or all.
+    /// The number of mutants of each kind that exist.
     pub possible: BTreeMap<Kind, usize>,
-    /// Those that were tried.
+    /// The outcomes of those that were tried.
     pub outcomes: Vec<Outcome>,
 }
 
-/// How many of the mutants of a kind fell.
+/// The mutation score of one kind of mutants.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Score {
-    /// Tried.
+    /// The number of mutants tried.
     pub tried: usize,
-    /// Noticed, by whom.
+    /// The number of noticed mutants, by what noticed them.
     pub killed: BTreeMap<Killer, usize>,
-    /// On the list of equivalents.
+    /// The number of equivalent mutants.
     pub equivalent: usize,
-    /// In a part of the kernel that no scene of this configuration comes to.
+    /// The number of mutants in parts of the kernel that no scene of this configuration reaches.
     pub unreached: usize,
-    /// Noticed by nobody.
+    /// The number of mutants that nothing noticed.
     pub survived: usize,
 }
 
 impl Score {
-    /// How many were noticed.
+    /// Returns the number of noticed mutants.
     pub fn noticed(&self) -> usize {
         self.killed.values().sum()
     }
 
-    /// The share that was noticed of those that are reached and no equivalents; all, where there
+    /// Returns the fraction noticed of the mutants that are reached and not equivalent; 1 if there
     /// are none.
     pub fn share(&self) -> f64 {
         let meant = self.noticed() + self.survived;
         if meant == 0 { 1.0 } else { self.noticed() as f64 / meant as f64 }
     }
 
-    /// The two together.
+    /// Adds another score to this one.
     pub fn add(&mut self, other: &Score) {
         self.tried += other.tried;
         self.equivalent += other.equivalent;
@@ -72,7 +72,7 @@ impl Score {
 }
 
 impl Survey {
-    /// The score of a kind.
+    /// Returns the score of a kind.
     pub fn score(&self, kind: Kind) -> Score {
         let mut score = Score::default();
         for outcome in self.outcomes.iter().filter(|it| it.mutant.kind == kind) {
@@ -87,15 +87,15 @@ impl Survey {
         score
     }
 
-    /// The mutants that nobody noticed.
+    /// Returns the mutants that nothing noticed.
     pub fn survivors(&self) -> impl Iterator<Item = &Mutant> {
         let survived = self.outcomes.iter().filter(|it| matches!(it.verdict, Verdict::Survived));
         survived.map(|outcome| &outcome.mutant)
     }
 }
 
-/// So many of the mutants of a kind, chosen by a seed, in the order of the program; all, where
-/// there are no more.
+/// Returns `count` of the mutants of a kind, chosen by a seed, in program order; all if there are
+/// no more.
 pub fn sample(mutants: &[Mutant], kind: Kind, count: usize, seed: u64) -> Vec<Mutant> {
     let of_kind: Vec<&Mutant> = mutants.iter().filter(|it| it.kind == kind).collect();
     let mut chosen = Dice::new(seed).shuffled(of_kind.len());
@@ -104,17 +104,19 @@ pub fn sample(mutants: &[Mutant], kind: Kind, count: usize, seed: u64) -> Vec<Mu
     chosen.into_iter().map(|index| of_kind[index].clone()).collect()
 }
 
-/// Whether mutants are tried that the list of equivalents names.
+/// Whether mutants that the list of equivalents names are tried as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listed {
-    /// Yes: at the same line others are noticed. Each of them takes long, for nobody stops it.
+    /// They are tried, because an entry may match other mutants of the same line, which are
+    /// noticed. Those that are not noticed take long, since they run through every schedule.
     Tried,
-    /// The list is believed.
+    /// They are skipped and counted as equivalent.
     Believed,
 }
 
-/// Tries so many mutants of each kind of a kernel, on all cores; calls `begin` with their number
-/// and `done` after each. Of those only whose place in the source, `file.rs:line:column`, has this in it.
+/// Tries up to `count(kind)` mutants of each kind of a kernel, on all cores, restricted to those
+/// whose place in the source, `file.rs:line:column`, contains `at`. Calls `begin` with their number
+/// and `done` after each.
 pub fn survey(
     kernel: &Configuration,
     (count, seed): (impl Fn(Kind) -> usize, u64),
@@ -148,7 +150,8 @@ pub fn survey(
     })
 }
 
-/// Where more mutants are on an entry of the list than it speaks for, the last ones survived.
+/// Counts the last mutants of an entry of the list as survivors where it matches more than it
+/// allows.
 fn no_more_than_listed(outcomes: &mut [Outcome]) {
     let mut found: HashMap<*const Equivalent, usize> = HashMap::new();
     for outcome in outcomes {

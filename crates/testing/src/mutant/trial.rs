@@ -1,4 +1,4 @@
-//! One mutant against the scenes of its kernel.
+//! Trials: one mutant against the scenes of its kernel.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,31 +11,31 @@ use super::idle::Idle;
 use super::{Equivalent, Kind, Mutant, equivalent};
 use crate::scene::{Scene, SceneError};
 
-/// What became of a mutant.
+/// The verdict on a mutant.
 #[derive(Clone, Debug)]
 pub enum Verdict {
-    /// Somebody noticed.
+    /// The mutant was noticed.
     Killed(Killer),
-    /// Nobody noticed, and nobody needs to.
+    /// Nothing noticed it, and its change makes no difference.
     Equivalent(&'static Equivalent),
-    /// Of a value that no scene needs: no warp comes to where it is computed.
+    /// A change of a value that no scene computes: no warp reaches the instruction.
     Unreached,
-    /// Nobody noticed.
+    /// Nothing noticed it.
     Survived,
 }
 
-/// Who noticed a mutant.
+/// What noticed a mutant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Killer {
-    /// The program is no program any more.
+    /// The validator refused the program.
     Validator,
-    /// The simulator stopped.
+    /// The simulator reported a hazard.
     Hazard(HazardKind),
-    /// The simulator could not go on at all.
+    /// The simulator refused the launch or panicked.
     Refused,
-    /// A result is wrong, or written twice, or a counter is not left as it was.
+    /// A result is wrong or written twice, or a counter is not restored.
     WrongNumbers,
-    /// The results are right, and took more or fewer products, exponentials or bytes.
+    /// The results are right, but took more or fewer products, exponentials or bytes.
     Work,
 }
 
@@ -51,8 +51,8 @@ impl fmt::Display for Killer {
     }
 }
 
-/// The first schedule, which nearly all that can be noticed falls under, and the others. The last two
-/// leave a warp behind: one of the first two warpgroups that multiply.
+/// The schedules. Nearly all mutants that can be noticed are noticed under the first. The last two
+/// starve a warp of one of the first two warpgroups that multiply.
 const FIRST: (Policy, u64) = (Policy::Latest, 0);
 const OTHERS: [(Policy, u64); 6] = [
     (Policy::Random, 0),
@@ -63,7 +63,7 @@ const OTHERS: [(Policy, u64); 6] = [
     (Policy::Random, 35),
 ];
 
-/// What a kernel is there to spare: of each, a scene takes so much and no more.
+/// The measures of a kernel's work, which must be the same in every run of a scene.
 const WORK: [Measure; 5] = [
     Measure::TensorOperations,
     Measure::Exponentials,
@@ -72,40 +72,40 @@ const WORK: [Measure; 5] = [
     Measure::GlobalBytesWritten,
 ];
 
-/// How many times as long as the original a mutant may run.
+/// The number of times as many steps as the original that a mutant may take.
 const PATIENCE: u64 = 4;
 
-/// A kernel with the scenes that its mutants are shown.
+/// A kernel with the scenes that its mutants run on.
 pub struct Trial {
     program: Program,
-    /// What it shows without being run.
+    /// The analysis of the program.
     idle: Idle,
     scenes: Vec<Shown>,
-    /// The instructions that some scene comes to.
+    /// Whether some scene reaches each instruction.
     reached: Vec<bool>,
 }
 
-/// A scene that mutants are shown.
+/// A scene with the counts of the original kernel.
 struct Shown {
     scene: Scene,
-    /// Warp instructions of the kernel itself.
+    /// The number of warp instructions of the kernel.
     instructions: u64,
-    /// What it takes of each of [`WORK`].
+    /// The amount of each of [`WORK`].
     work: [u64; 5],
 }
 
-/// What came of a mutant in all scenes.
+/// The result of running a mutant in all scenes.
 enum Seen {
     Noticed(Killer),
-    /// Nobody noticed; whether it took more instructions than the kernel in some scene, and fewer in
-    /// none.
+    /// Nothing noticed it. `slower` is whether it executed more instructions than the kernel in
+    /// some scene and fewer in none.
     Unnoticed {
         slower: bool,
     },
 }
 
 impl Trial {
-    /// Makes the scenes, and sees that the kernel itself passes them.
+    /// Creates the scenes, and checks that the kernel itself passes them.
     pub fn new(kernel: &Configuration) -> Result<Self, SceneError> {
         let program = kernel.program()?;
         let mut reached = vec![false; program.instruction_count()];
@@ -127,17 +127,17 @@ impl Trial {
         Ok(Trial { program, idle, scenes, reached })
     }
 
-    /// The kernel's program.
+    /// Returns the program of the kernel.
     pub fn program(&self) -> &Program {
         &self.program
     }
 
-    /// What the list of equivalents says of a mutant that nobody noticed.
+    /// Returns the entry of the list of equivalents that applies to a mutant.
     pub fn listed(&self, mutant: &Mutant) -> Option<&'static Equivalent> {
         equivalent::find(&self.program.name, mutant, false)
     }
 
-    /// Shows a mutant to everyone until somebody notices.
+    /// Runs a mutant through all checks until one notices it.
     pub fn judge(&self, mutant: &Mutant) -> Verdict {
         let unreached = mutant.instruction.is_some_and(|index| !self.reached[index]);
         if unreached && mutant.kind == Kind::Value {
@@ -151,7 +151,7 @@ impl Trial {
             return Verdict::Killed(Killer::Validator);
         }
         let seen = match mutant.kind {
-            // Numbers tell nearly all of it, and several times as fast.
+            // Values mode notices nearly all of them, and is several times faster.
             Kind::Value => match self.under(&program, Mode::Values, &[FIRST]) {
                 Seen::Unnoticed { slower } => {
                     match self.under(&program, Mode::Checked, &OTHERS[..1]) {
@@ -186,7 +186,7 @@ impl Trial {
                     Ok(report) => report,
                     Err(killer) => return Seen::Noticed(killer),
                 };
-                // Under another schedule other blocks of threads may take the work.
+                // Under other schedules, other thread blocks may take the work.
                 if (policy, seed) == FIRST {
                     if WORK.map(|measure| report.counts.get(measure)) != *work {
                         return Seen::Noticed(Killer::Work);
@@ -201,7 +201,7 @@ impl Trial {
     }
 }
 
-/// Who notices a program in a scene under a schedule, or what the run tells.
+/// Runs a program in a scene under a schedule; returns what noticed it, or the report.
 fn notice(scene: &Scene, program: &Program, options: &Options) -> Result<Report, Killer> {
     let run = catch_unwind(AssertUnwindSafe(|| scene.run_program(program, options)));
     match run {

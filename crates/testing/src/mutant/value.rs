@@ -1,4 +1,4 @@
-//! Values made wrong: a comparison, a constant, an address, a coordinate, a store.
+//! Mutations of values: a comparison, a constant, an address, a coordinate, a store.
 
 use ptx::{
     Accumulate, BinaryOperation, Comparison, Instruction, Operand, Register, Type, VoteMode,
@@ -8,7 +8,7 @@ use super::Change;
 use super::generate::{By, Possibilities, name};
 use super::weaken::with;
 
-/// What may be wrong in an instruction.
+/// Adds the ways in which the values of an instruction can be wrong.
 pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
     use Instruction as I;
     let text = name(instruction);
@@ -136,7 +136,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
     }
 }
 
-/// The comparison that differs for equal values only, or for all but those.
+/// Returns the comparison that differs only for equal values; equality becomes inequality.
 fn neighbour(comparison: Comparison) -> Comparison {
     use Comparison as C;
     match comparison {
@@ -163,7 +163,7 @@ fn opposite(operation: BinaryOperation, ty: Type) -> BinaryOperation {
     }
 }
 
-/// Every constant operand, one more and one less; of floats, another number.
+/// Adds one more and one less for every integer constant, and another number for floats.
 fn constants(to: &mut Possibilities<'_>, instruction: &Instruction, ty: Type) {
     let constants = operands(&mut instruction.clone())
         .into_iter()
@@ -188,7 +188,7 @@ fn constants(to: &mut Possibilities<'_>, instruction: &Instruction, ty: Type) {
     }
 }
 
-/// A mask without its lowest bit, and without its highest.
+/// Returns a mask without its lowest bit, and without its highest.
 fn narrower_masks(bits: u64) -> Vec<u64> {
     match bits {
         0 => Vec::new(),
@@ -216,7 +216,7 @@ fn other_constants(ty: Type, bits: u64) -> Vec<u64> {
     }
 }
 
-/// The operands that may be constants of the instruction's type.
+/// Returns the operands that may be constants of the instruction's type.
 fn operands(instruction: &mut Instruction) -> Vec<&mut Operand> {
     use Instruction as I;
     match instruction {
@@ -231,7 +231,7 @@ fn bytes_of(to: &Possibilities<'_>, registers: &[Register]) -> i32 {
     registers.iter().map(|it| to.program().type_of(*it).bits() as i32 / 8).sum()
 }
 
-/// Each address of an access, so many bytes further.
+/// Moves each address of an access by this many bytes.
 fn moved(to: &mut Possibilities<'_>, instruction: &Instruction, bytes: i32) {
     use Instruction as I;
     let detail = format!("{} +{bytes}", name(instruction));

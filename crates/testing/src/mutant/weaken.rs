@@ -1,5 +1,5 @@
-//! Synchronisation that does less than it should: another parity, one more group pending, counts
-//! and bytes a step off, another barrier, a narrower scope, a weaker order.
+//! Mutations of synchronisation: another parity, one more group pending, counts and bytes off by
+//! one step, another barrier, a narrower scope, a weaker order.
 
 use ptx::{
     AtomicOrder, ClusterOrder, Fence, Instruction, LoadCache, LoadOrder, Operand, Scope,
@@ -8,12 +8,12 @@ use ptx::{
 
 use super::generate::{By, Possibilities, name};
 
-/// The least that a bulk copy moves.
+/// The smallest unit of a bulk copy in bytes.
 const CHUNK: i64 = 16;
-/// The threads of a warp.
+/// The number of threads of a warp.
 const WARP: i64 = 32;
 
-/// What an instruction may be weakened to.
+/// Adds the ways in which an instruction can be weakened.
 pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
     use Instruction as I;
     let text = name(instruction);
@@ -68,7 +68,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
         }
         I::BarrierSync { barrier, threads } => {
             let all = Operand::u32(to.program().threads);
-            // Where the whole block meets at one statement, any barrier will do.
+            // Where the whole block synchronises at one statement, any barrier number works.
             let of_some = threads.is_some().then_some(*barrier);
             named(to, instruction, of_some, threads.unwrap_or(all));
             let threads = threads.unwrap_or(all);
@@ -124,7 +124,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
     }
 }
 
-/// A clone of an instruction, changed.
+/// Returns a changed copy of an instruction.
 pub(super) fn with(
     instruction: &Instruction,
     change: impl FnOnce(&mut Instruction),

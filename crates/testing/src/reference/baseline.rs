@@ -1,12 +1,12 @@
 //! One row of the plain algorithm in the problem's own precision.
 //!
-//! What a framework computes without a fused kernel: scores are stored in the element type, the
-//! softmax is taken in f32 and stored in the element type, the second product is summed in f32
-//! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
-//! stored in 8 bits, and scores are added up as the tensor cores do that ([`sim::narrow_sum`]): what
-//! they lose there no kernel gets back. Where keys and values alone have 8 bits, the numbers that they
-//! stand for are stored in the element type first. The log-sum-exp is f32 for every element type, and
-//! its baseline comes from the scores before they are rounded.
+//! This is what a framework computes without a fused kernel: scores are stored in the element type,
+//! the softmax is computed in f32 and stored in the element type, the second product is summed in
+//! f32 and stored in the element type. Where the second product multiplies 8-bit numbers,
+//! exponentials are stored in 8 bits, and scores are accumulated as the tensor cores do
+//! ([`sim::narrow_sum`]), since no kernel can recover what they lose there. Where only keys and
+//! values have 8 bits, their descaled values are stored in the element type first. The log-sum-exp
+//! is f32 for every element type, and its baseline comes from the scores before they are rounded.
 
 use flashcore::DType;
 
@@ -31,8 +31,8 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         }
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
-    // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
-    // a yardstick of NaN measures nothing.
+    // A score beyond f16's range stays unrounded: an infinite one would turn the row into NaN, and
+    // a baseline of NaN measures nothing.
     let stored: Vec<f32> = exact
         .iter()
         .map(|score| {
@@ -71,19 +71,20 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     f64::from(exact_maximum + exact_sum.ln())
 }
 
-/// A product of 8-bit numbers, in steps of 32.
+/// Computes a dot product of 8-bit numbers in steps of 32, with the tensor cores' accumulation.
 fn narrow_dot(a: &[f32], b: &[f32]) -> f32 {
     let steps = a.chunks(32).zip(b.chunks(32));
     steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().copied().zip(b.iter().copied())))
 }
 
-/// An exponential relative to the maximum in 8 bits, where what is 1 becomes 256: the largest power
-/// of two that e4m3 has.
+/// Rounds an exponential relative to the maximum to 8 bits, scaled so that 1 becomes 256, the
+/// largest power of two that e4m3 has.
 fn small(weight: f32) -> f32 {
     DType::E4M3.round(f64::from(weight * 256.0)) as f32 / 256.0
 }
 
-/// The exponentials relative to the maximum, their sum with the sink's, and the maximum.
+/// Returns the exponentials relative to the maximum, their sum including the sink's, and the
+/// maximum.
 fn softmax(scores: &[f32], sink: f32) -> (Vec<f32>, f32, f32) {
     let maximum = scores.iter().copied().fold(sink, f32::max);
     let shift = if maximum == f32::NEG_INFINITY { 0.0 } else { maximum };

@@ -2,10 +2,12 @@
 
 use super::RowInputs;
 
-/// Partial sums of a dot product; one would be a chain of dependent additions.
+/// The number of partial sums of a dot product; a single one would be a chain of dependent
+/// additions.
 const LANES: usize = 8;
 
-/// Two passes over the scores: maximum, then exponentials.
+/// Computes the row in two passes over the scores: the maximum, then the exponentials. Returns the
+/// log-sum-exp.
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, .. } = inputs;
     let query: Vec<f64> = query.iter().copied().map(f64::from).collect();
@@ -15,7 +17,7 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         let (key, product) = (first + index, dot(&query, key) * inputs.key_factors[index]);
         functions.sees(key).then(|| functions.score(key, rule.score(product, key)))
     });
-    // Of a key that is hidden there is no score.
+    // A key that a mask function hides has no score.
     let scores: Vec<Option<f64>> = scores.collect();
     let maximum = scores.iter().flatten().copied().fold(sink, f64::max);
     let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };

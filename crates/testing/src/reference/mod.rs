@@ -1,9 +1,9 @@
-//! What the answer should be: attention in f64, and the plain algorithm in the problem's own
-//! precision as the yardstick for errors.
+//! The reference: attention in f64, and a baseline, the plain algorithm in the problem's own
+//! precision, as the yardstick for errors.
 //!
 //! Both work row by row, so that a sample of rows can be checked when all would take too long.
-//! Neither reads a masked key. Which keys a row sees and what their products become is written down
-//! here once more, key by key: two definitions that agree are worth more than one.
+//! Neither reads a masked key. The visible keys and the scores of a row are defined here a second
+//! time, key by key and independently of the library, so that the two definitions check each other.
 
 mod backward;
 mod baseline;
@@ -28,11 +28,11 @@ use rule::Rule;
 /// One row of the softmax.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Row {
-    /// The sequence.
+    /// The index of the sequence.
     pub batch: usize,
-    /// The query head.
+    /// The index of the query head.
     pub head: usize,
-    /// The query's position.
+    /// The index of the query in its sequence.
     pub query: usize,
 }
 
@@ -50,12 +50,12 @@ pub struct Row {
 pub struct Rows(Vec<Row>);
 
 impl Rows {
-    /// Every row of a problem whose sequences have equal lengths.
+    /// Returns every row of a problem whose sequences have equal lengths.
     pub fn all(problem: &Problem) -> Self {
         Rows((0..problem.rows()).map(|index| row(problem, index)).collect())
     }
 
-    /// Every row of sequences.
+    /// Returns every row of sequences of any lengths.
     pub fn of(sequences: &Sequences) -> Self {
         let heads = sequences.problem().query_heads;
         let of_head = |batch: usize, head: usize| {
@@ -68,31 +68,31 @@ impl Rows {
         Rows((0..sequences.len()).flat_map(of_sequence).collect())
     }
 
-    /// `count` different rows, or all if there are no more: the first and the last of the
+    /// Returns `count` different rows, or all if there are no more: the first and the last of the
     /// problem, the others at random.
     pub fn sample(problem: &Problem, count: usize, seed: u64) -> Self {
         let chosen = choose(problem.rows(), count, seed);
         Rows(chosen.into_iter().map(|index| row(problem, index)).collect())
     }
 
-    /// How many.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The rows, sorted.
+    /// Returns the rows, sorted.
     pub fn as_slice(&self) -> &[Row] {
         &self.0
     }
 }
 
-/// `count` different numbers below `total`, or all if there are no more: the first and the last,
-/// the others at random.
+/// Returns `count` different numbers below `total`, or all if there are no more: the first and the
+/// last, the others at random.
 fn choose(total: usize, count: usize, seed: u64) -> BTreeSet<usize> {
     if count >= total {
         return (0..total).collect();
@@ -106,7 +106,7 @@ fn choose(total: usize, count: usize, seed: u64) -> BTreeSet<usize> {
     chosen
 }
 
-/// The row at a position in the order (batch, head, query).
+/// Returns the row at an index in the order (batch, head, query).
 fn row(problem: &Problem, index: usize) -> Row {
     let head = index / problem.query_length;
     Row {
@@ -116,25 +116,26 @@ fn row(problem: &Problem, index: usize) -> Row {
     }
 }
 
-/// The smallest number that f32 has with all its digits; what is less may as well be zero.
+/// The smallest normal f32; smaller numbers may be flushed to zero.
 const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
 
-/// Outputs and log-sum-exps of some rows.
+/// The outputs and log-sum-exps of some rows.
 #[derive(Debug, Clone)]
 pub struct Answer {
-    /// Which rows.
+    /// The rows.
     pub rows: Rows,
-    /// Their outputs one after the other, each of the value head dim.
+    /// The outputs of the rows, one after the other, each of the value head dim.
     pub output: Vec<f64>,
-    /// Their log-sum-exps.
+    /// The log-sum-exps of the rows.
     pub lse: Vec<f64>,
-    /// What weights too small for f32 may add up to in an output: where a sink has almost all the
-    /// weight, those of keys are near the end of the range, and f32 has zero in their place.
+    /// A bound on the sum of the contributions to an output whose weights are too small for f32:
+    /// where a sink has almost all of the weight, the weights of keys are near the end of the
+    /// range, and f32 may have zero in their place.
     pub underflow: f64,
 }
 
-/// Attention in f64 on the inputs as they are, or for 8-bit ones on what they stand for. A row's
-/// `batch` is its sequence.
+/// Computes attention in f64 on the inputs as they are, or for 8-bit inputs on their descaled
+/// values. The `batch` of a row is its sequence.
 ///
 /// ```
 /// use flashcore_testing::reference::{self, Rows};
@@ -157,9 +158,9 @@ pub fn attention(
     by_row(problem, inputs, rows, progress, exact::row)
 }
 
-/// The plain algorithm in the problem's precision: scores, probabilities and output each rounded
-/// to the output's element type, sums in f32. Where queries and values have 8 bits, probabilities
-/// have 8 bits too.
+/// Computes the plain algorithm in the problem's precision: scores, probabilities and output are
+/// each rounded to the output's element type, sums are in f32. Where queries and values have 8
+/// bits, probabilities do too.
 pub fn baseline(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -169,33 +170,33 @@ pub fn baseline(
     by_row(problem, inputs, rows, progress, baseline::row)
 }
 
-/// What one row is computed from: its query and the keys and values that it sees.
+/// The inputs of one row: its query, and the keys and values that it sees.
 struct RowInputs<'a> {
     query: &'a [f32],
-    /// Row-major, `head_dim` wide.
+    /// The keys, row-major, `head_dim` wide.
     keys: &'a [f32],
-    /// Row-major, `value_head_dim` wide.
+    /// The values, row-major, `value_head_dim` wide.
     values: &'a [f32],
-    /// The position of the first of these keys.
+    /// The index of the first of these keys in the sequence.
     first: usize,
     rule: Rule,
-    /// The problem's functions, over the row.
+    /// The problem's mask and score functions, bound to the row.
     functions: RowFunctions<'a>,
-    /// Minus infinity where there is none.
+    /// The sink of the head; minus infinity without one.
     sink: f32,
-    /// What products with each key are multiplied with: the query's factor times the key's.
+    /// The descale factor of the product with each key: the query's factor times the key's.
     key_factors: &'a [f64],
-    /// What each value is multiplied with.
+    /// The descale factor of each value.
     value_factors: &'a [f64],
     /// The element type of the output.
     dtype: DType,
-    /// Whether both products are of 8-bit numbers, and probabilities so too.
+    /// Whether both products multiply 8-bit numbers, so that probabilities are rounded to 8 bits.
     small_probabilities: bool,
-    /// Whether keys and values of 8 bits are widened to the queries' type.
+    /// Whether 8-bit keys and values are widened to the element type of the queries.
     widened: bool,
 }
 
-/// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
+/// Runs `compute` for each row; it fills the row's output and returns its log-sum-exp.
 fn by_row(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -213,7 +214,8 @@ fn by_row(
     if let Some(progress) = progress {
         progress.begin(rows.len() as u64);
     }
-    // Rows that share a key/value head come together, so that only one is held as f32.
+    // Rows that share a key/value head are processed together, so that only one head is held as
+    // f32.
     let head_of = |row: &Row| (row.batch, problem.kv_head(row.head));
     let (mut output_rest, mut lse_rest) = (&mut output[..], &mut lse[..]);
     for rows in rows.0.chunk_by(|a, b| head_of(a) == head_of(b)) {
@@ -281,7 +283,7 @@ fn by_row(
     Ok(Answer { rows: rows.clone(), output, lse, underflow })
 }
 
-/// The descale factors of a sequence's keys, one for each position; 1 without.
+/// Returns the descale factors of a sequence's keys, one for each position; 1 without any.
 fn factors(
     factors: Option<TensorView<'_>>,
     descale: Descale,
@@ -298,7 +300,8 @@ fn factors(
     (0..sequences.keys().length(sequence)).map(of).collect()
 }
 
-/// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.
+/// Returns one head of a sequence as a row-major f32 matrix, which represents every element type
+/// exactly.
 fn widen(tensor: TensorView<'_>, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
     let dim = tensor.shape().dim;
     let mut matrix = vec![0.0; placement.length(sequence) * dim];

@@ -1,22 +1,23 @@
-//! What a row sees of the keys, and what its products with them become: by the definition.
+//! The visible keys and the scores of a row, directly from the definition.
 
 use std::ops::Range;
 
 use flashcore::Mask;
 
-/// The rule of one row.
+/// The mask and score parameters of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rule {
     pub(super) scale: f64,
     pub(super) softcap: Option<f64>,
-    /// ALiBi's; zero without.
+    /// The ALiBi slope; zero without ALiBi.
     pub(super) slope: f64,
-    /// Where the query stands among the keys; before the first, where there are more queries.
+    /// The position of the query among the keys; negative for the first queries where there are
+    /// more queries than keys.
     pub(super) position: i64,
 }
 
 impl Rule {
-    /// The keys that are seen, which follow each other.
+    /// Returns the visible keys, which are contiguous.
     pub(super) fn visible(&self, mask: &Mask, keys: usize) -> Range<usize> {
         let sees = |key: &usize| self.sees(mask, *key as i64);
         let begin = (0..keys).find(sees).unwrap_or(keys);
@@ -33,18 +34,19 @@ impl Rule {
             && chunk(key) == chunk(self.position)
     }
 
-    /// A product of the query with a key as a score.
+    /// Returns the score of a key, given its product with the query.
     pub(super) fn score(&self, product: f64, key: usize) -> f64 {
         let scaled = self.scale * product;
         let capped = self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
-        // Without slopes also where the score is infinite.
+        // Without ALiBi the score is the capped product as it is, even if it is infinite.
         match self.slope == 0.0 {
             true => capped,
             false => capped - self.slope * (self.position - key as i64).abs() as f64,
         }
     }
 
-    /// The score before ALiBi as a part of the softcap; zero without.
+    /// Returns the capped score before ALiBi as a fraction of the cap: the tanh of
+    /// `scale * product / cap`; zero without a softcap.
     pub(super) fn part_of_cap(&self, product: f64) -> f64 {
         self.softcap.map_or(0.0, |cap| (self.scale * product / cap).tanh())
     }

@@ -1,4 +1,4 @@
-//! What the backward pass is given besides its inputs, and what must come out of it.
+//! The additional inputs of the backward pass in a scene, and its expected results.
 
 use flashcore::plan::Source;
 use flashcore::serving::{Placement, Sequences};
@@ -12,19 +12,19 @@ use super::{Expected, encode};
 use crate::reference::{self, HeadGradients, Heads};
 use crate::verdict::gradient_tolerances;
 
-/// The output of the forward pass with its log-sum-exps, and its gradient.
+/// The output of the forward pass with its log-sum-exps, and the gradient dO of the output.
 pub(super) struct Backward {
     output: Tensor,
-    /// The same as memory holds it.
+    /// The output as memory holds it, which may differ in rows that see no key.
     held: Tensor,
     lse: Vec<f32>,
     gradient: Tensor,
 }
 
-/// A gradient: its name, and where it is in a [`HeadGradients`].
+/// A gradient: its name, its tensor, and its values in a [`HeadGradients`].
 type Part = (&'static str, Role, fn(&HeadGradients) -> &[f64]);
 
-/// The gradients that are asked for.
+/// The gradients that are computed: dQ, dK and dV.
 const PARTS: [Part; 3] = [
     ("query gradient", Role::QueryGradient, |head| &head.query),
     ("key gradient", Role::KeyGradient, |head| &head.key),
@@ -32,7 +32,8 @@ const PARTS: [Part; 3] = [
 ];
 
 impl Backward {
-    /// The forward pass, exactly and then rounded; `hostile`: memory holds ones where no key is seen.
+    /// Computes the forward pass exactly and rounds it. If `hostile`, memory holds ones in rows
+    /// that see no key, which the backward pass must ignore.
     pub(super) fn new(
         problem: &Problem,
         inputs: Inputs<'_>,
@@ -53,7 +54,7 @@ impl Backward {
         Ok(Backward { output, held, lse, gradient })
     }
 
-    /// What the forward pass left.
+    /// Returns the bytes of a result of the forward pass.
     pub(super) fn bytes(&self, role: Role) -> Vec<u8> {
         match role {
             Role::Lse => self.lse.iter().flat_map(|it| it.to_le_bytes()).collect(),
@@ -61,7 +62,7 @@ impl Backward {
         }
     }
 
-    /// Makes buffers for the gradients.
+    /// Adds the buffers of the gradients.
     pub(super) fn stage(
         &self,
         problem: &Problem,
@@ -78,7 +79,7 @@ impl Backward {
             let used: usize = (0..of.sequences()).map(|sequence| of.length(sequence)).sum();
             let buffer = match used == shape.batch * shape.length {
                 true => memory.output(&name, count * problem.dtype().bytes()),
-                // What is of no sequence stays as it was.
+                // Rows that belong to no sequence must stay as they were.
                 false => {
                     memory.result(&name, encode(problem.dtype().element(), &vec![UNTOUCHED; count]))
                 }
@@ -91,7 +92,7 @@ impl Backward {
         }
     }
 
-    /// The rule of the library, gradient by gradient.
+    /// Returns the expected gradients, with tolerances by the rule of the library.
     pub(super) fn expected(&self, staged: &Staged<'_>) -> Result<Vec<Expected>, Error> {
         let Staged { problem, inputs, buffers, .. } = staged;
         let heads = Heads::all(problem);
@@ -142,7 +143,7 @@ impl Backward {
     }
 }
 
-/// Where the rows of a gradient are.
+/// Returns the placement of a gradient's rows.
 fn placement(sequences: &Sequences, role: Role) -> &Placement {
     match role {
         Role::QueryGradient => sequences.queries(),

@@ -1,9 +1,9 @@
-//! Three kernels with many, some and no bank conflicts, to hold the counts
-//! against a profiler's.
+//! Three kernels with many, some and no bank conflicts, to compare the simulator's counts with a
+//! profiler's.
 //!
-//! Each fills a tile of shared memory, then loads and stores in loops whose
-//! addresses move, so that no assembler takes an access out of its loop or two
-//! of them together. Every warp has a part of the tile to itself.
+//! Each fills a tile of shared memory, then loads and stores in loops whose addresses change in
+//! every iteration, so that the assembler can neither hoist an access out of its loop nor merge two
+//! of them. Every warp has its own part of the tile.
 
 use kernels::Error;
 use ptx::{
@@ -14,16 +14,16 @@ use ptx::{
 use super::{Scene, SceneError, Step};
 use sim::{Argument, Memory};
 
-/// Rounds of each loop: what else a kernel does is lost in them.
+/// The number of iterations of each loop, large enough that the rest of the kernel does not matter.
 const ROUNDS: u32 = 1024;
-/// Threads of the block.
+/// The number of threads of the block.
 const THREADS: u32 = 128;
-/// Bytes of a warp's part of the tile.
+/// The size in bytes of a warp's part of the tile.
 const PART: u32 = 8192;
 
 impl Scene {
-    /// Kernels with many, some and no bank conflicts. Each stores a word for
-    /// every thread, made of all that it loaded.
+    /// Creates scenes of kernels with many, some and no bank conflicts. Each thread stores one
+    /// word, a hash of all that it loaded.
     pub fn bank_conflicts() -> Result<[Self; 3], SceneError> {
         let scenes =
             [scene("banks_many", many), scene("banks_some", some), scene("banks_none", none)];
@@ -32,18 +32,18 @@ impl Scene {
     }
 }
 
-/// What a kernel works with.
+/// The builder of a kernel with the registers that its loops use.
 struct Parts {
     k: Builder,
     /// The warp's part of the tile.
     tile: Reg<SharedAddress>,
     lane: Reg<U32>,
     rounds: Reg<U32>,
-    /// All that was loaded so far, in a word.
+    /// A hash of all that was loaded so far.
     seen: Reg<U32>,
 }
 
-/// Columns of 32 words, a lane each: all 32 words in one bank.
+/// Accesses columns with a stride of 32 words: the words of all 32 lanes are in one bank.
 fn many(parts: &mut Parts) {
     parts.load(|k, tile, lane, round| {
         let address = tile + lane * 128 + ((round * 5) & 31) * 4;
@@ -55,8 +55,8 @@ fn many(parts: &mut Parts) {
     });
 }
 
-/// Matrices with rows 64 bytes apart, four of which meet; pairs of words 16
-/// bytes apart and words 8 bytes apart, two of which meet.
+/// Accesses matrices with rows 64 bytes apart (4-way conflicts), pairs of words 16 bytes apart and
+/// words 8 bytes apart (2-way conflicts).
 fn some(parts: &mut Parts) {
     parts.load(|k, tile, lane, round| {
         let row = k.eval(tile + lane * 64 + (round & 3) * 16);
@@ -72,7 +72,8 @@ fn some(parts: &mut Parts) {
     });
 }
 
-/// The same with a swizzle, with padding, and with neighbours in vectors.
+/// Accesses matrices with a swizzle, columns with padding, and vectors of neighbouring words: no
+/// conflicts.
 fn none(parts: &mut Parts) {
     parts.load(|k, tile, lane, round| {
         let row = k.eval(tile + lane * 128 + ((round ^ lane) & 7) * 16);
@@ -104,7 +105,7 @@ impl Parts {
         });
     }
 
-    /// Stores in a loop, when all lanes have done what came before.
+    /// Stores in a loop, after a block barrier.
     fn store(&mut self, body: impl Fn(&mut Builder, Reg<SharedAddress>, Reg<U32>, Reg<U32>)) {
         let Parts { tile, lane, rounds, .. } = *self;
         self.k.block_sync();
@@ -120,7 +121,7 @@ fn scene(name: &str, body: impl FnOnce(&mut Parts)) -> Result<Scene, SceneError>
     let offset = k.shared("tile", THREADS / 32 * PART, 1024);
     let start = k.shared_address(offset);
     let tile = k.eval(start + thread / 32 * PART);
-    // Neighbours side by side: no conflicts.
+    // Neighbouring lanes store neighbouring words, without conflicts.
     k.for_range(0, PART / 128, 1, |k, row| {
         k.store(tile + row * 128 + lane * 4, Value::from(row) * 77 + lane);
     });

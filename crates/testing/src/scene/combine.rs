@@ -1,4 +1,4 @@
-//! Scenes of the kernel that puts parts of attention together, of which some rows saw nothing.
+//! Scenes of the combine kernel, which merges partial results of attention; some rows saw nothing.
 
 use flashcore::Shape;
 use flashcore::gpu::{Chip, CombineProblem, CombineTensors, DeviceAddress};
@@ -11,14 +11,14 @@ use sim::{BufferId, Memory};
 use super::call::{Buffers, dtype};
 use super::{Expected, Random, Scene, SceneError, Step, encode};
 
-/// How much further apart some rows' log-sum-exps are than the others'.
+/// The factor by which the log-sum-exps of some rows are further apart than the others'.
 const SPREAD: f64 = 8.0;
 
 impl Scene {
-    /// How many parts are put together where nobody says otherwise.
+    /// The number of parts of the small scene.
     pub const COMBINE_PARTS: usize = 3;
 
-    /// Parts of attention over so many batch entries, queries and heads.
+    /// Creates a scene of the kernel over partial results of `[batch entries, queries, heads]`.
     pub fn combine(
         combine: Combine,
         [batch, queries, heads]: [usize; 3],
@@ -49,8 +49,9 @@ impl Scene {
 
         let mut random = Random::new(7);
         let partial = random.numbers(combine.partial, parts * rows * dim, 2.0);
-        // Every third part of a row saw nothing, and every fourth row nothing at all; in every
-        // fifth row the parts lie further apart than exponentials reach.
+        // Every third part of a row saw nothing, and every fourth row saw nothing in any part; in
+        // every fifth row the log-sum-exps of the parts are so far apart that exponentials
+        // underflow.
         let mut partial_lse = random.numbers(Element::F32, parts * rows, 20.0);
         for (index, log_sum) in partial_lse.iter_mut().enumerate() {
             if (index % rows) % 5 == 2 {
@@ -72,7 +73,8 @@ impl Scene {
         let buffers: Buffers =
             buffers.into_iter().map(|(tensor, id)| (Source::Tensor(tensor), id)).collect();
         let step = Step::bound(program, launch.blocks, &values, &buffers)?;
-        // The place of a row, in the order (batch, heads, queries), among outputs.
+        // Returns the index of a row, given in the order (batch, heads, queries), among the
+        // outputs.
         let place = |row: usize| {
             let (outer, query) = (row / queries, row % queries);
             (outer / heads * queries + query) * heads + outer % heads
@@ -85,7 +87,7 @@ impl Scene {
     }
 }
 
-/// Parts, one after the other.
+/// Partial results, one part after the other.
 struct Parts {
     partial: Vec<f64>,
     partial_lse: Vec<f64>,
@@ -94,8 +96,8 @@ struct Parts {
 }
 
 impl Parts {
-    /// Put together, exactly. An element of the output may be off by its own rounding and by that
-    /// of the weights.
+    /// Returns the exact combination. The tolerance of an output is its own rounding and that of
+    /// the weights.
     fn combined(
         &self,
         element: Element,
@@ -129,7 +131,8 @@ impl Parts {
             Element::BF16 => 2f64.powi(-8),
             _ => 0.0,
         };
-        // Log-sum-exps of up to 20 are known to 24 bits, weights so to 18; larger ones to fewer.
+        // Log-sum-exps of up to 20 are known to 24 bits, so that weights are known to 18 bits;
+        // larger ones to fewer.
         let weights = 2f64.powi(-18) * SPREAD;
         let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
         let tolerance = tolerance.collect();

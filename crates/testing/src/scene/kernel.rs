@@ -1,4 +1,4 @@
-//! What an attention kernel is built for, and the smallest call that shows all of it.
+//! What an attention kernel is built for, and the smallest call that exercises it.
 
 use flashcore::{Alibi, Descale, Mask, Problem};
 use kernels::mma::BackwardMma;
@@ -8,22 +8,23 @@ use ptx::{Element, Target};
 use super::call::dtype;
 use super::{Call, Place, Ragged};
 
-/// What a kernel is built for.
+/// The properties that a kernel is built for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
     pub(super) target: Target,
     pub(super) element: Element,
     cache: Cache,
     dims: [u32; 2],
-    /// The rules by which it is looked at, where nobody says otherwise.
+    /// The mask and score rules of its scenes, unless a call changes them.
     rules: Rules,
 }
 
-/// What scores are capped at, where they are.
+/// The softcap of scenes that have one.
 const SOFTCAP: f32 = 1.5;
 
 impl Kernel {
-    /// Of an attention kernel; the plan refuses the others.
+    /// Returns the properties of an attention kernel. Other kernels get a placeholder, for which
+    /// the plan refuses the call.
     pub(super) fn of(kernel: &Configuration) -> Self {
         match *kernel {
             Configuration::Scalar(it) => Kernel {
@@ -48,7 +49,7 @@ impl Kernel {
                 rules: it.rules,
             },
             Configuration::Prefill(it) => {
-                // Every mask is a window to it.
+                // A prefill kernel treats every mask as a window.
                 let mask = match it.tile.rules.mask {
                     MaskKind::Local => MaskKind::Causal,
                     other => other,
@@ -95,8 +96,9 @@ impl Kernel {
         }
     }
 
-    /// A problem of equal lengths, `[queries, keys]`, with `[query heads, key heads]`. A window is
-    /// a good half of the keys before a query and some after it, chunks are a third of the keys.
+    /// Returns a problem of equal lengths, `[queries, keys]`, with `[query heads, key heads]`. A
+    /// window spans a little more than half of the keys before a query and some after it; chunks
+    /// are a third of the keys.
     pub(super) fn problem(
         &self,
         batch: usize,
@@ -132,11 +134,12 @@ impl Kernel {
 }
 
 impl Call {
-    /// The smallest that takes an attention kernel around its loops and has ragged ends.
+    /// Creates the smallest call that takes an attention kernel around its loops and has partial
+    /// tiles at the ends.
     pub fn small(kernel: Configuration) -> Self {
         match kernel {
-            // A tile that is not full, three blocks of keys of which the last is hardly begun; enough
-            // for two blocks of threads where keys are shared out.
+            // One partial query tile over three key blocks, of which the last is nearly empty; with
+            // stream-K more key blocks, enough for two thread blocks.
             Configuration::Forward(it) => {
                 let blocks = if it.stream_k { 6 } else { 2 };
                 let lengths = [it.query_rows() as usize - 3, blocks * it.key_block as usize + 5];
@@ -154,8 +157,8 @@ impl Call {
                 let lengths = [it.query_rows() as usize - 3, 2 * it.key_block as usize + 5];
                 Call::new(kernel, 1, lengths, [1, 1])
             }
-            // A sequence for more than one team, so that parts are combined; of one tile, of one
-            // key and of none.
+            // A sequence long enough for several splits, so that parts are combined; and sequences
+            // of one tile, of one key and of none.
             Configuration::Decode(it) => {
                 let tile = it.tile_keys as usize;
                 let long = (2 * it.warps as usize + 1) * tile + 3;
@@ -174,13 +177,13 @@ impl Call {
             Configuration::BackwardMma(it) => {
                 Call::small_backward(kernel, [it.query_block, it.key_block()], it.batch)
             }
-            // A block and a bit.
+            // Slightly more than one block.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),
         }
     }
 
-    /// Three query blocks for each of two heads that share a key head, two blocks of keys; in a ragged
-    /// batch beside sequences that are short or empty.
+    /// Creates a call of three query blocks for each of two heads that share a key head, and of two
+    /// key blocks; in a ragged batch with short and empty sequences as well.
     fn small_backward(kernel: Configuration, [rows, block]: [u32; 2], batch: Batch) -> Self {
         let [queries, keys] = [2 * rows as usize + 5, block as usize + 3];
         if batch == Batch::Equal {
@@ -190,8 +193,8 @@ impl Call {
         Call::ragged(kernel, Ragged { query_place: Place::Apart, ..ragged }, [2, 1])
     }
 
-    /// So many queries for what goes with a backward pass, of several heads and sequences. Every query
-    /// sees every key: none has gradients of zero.
+    /// Creates a call for a companion kernel of the backward pass, with `queries` queries of
+    /// several heads and sequences. Every query sees every key, so that no gradient is zero.
     pub(super) fn beside(kernel: Configuration, queries: usize) -> Self {
         let rules = Rules::DENSE;
         let kernel = match kernel {
@@ -205,7 +208,7 @@ impl Call {
     }
 }
 
-/// What a problem says of scales.
+/// Returns the kind of descale factors of a problem for a cache's scales.
 pub(super) fn descale(scales: Scales) -> Descale {
     match scales {
         Scales::One => Descale::None,
@@ -214,7 +217,8 @@ pub(super) fn descale(scales: Scales) -> Descale {
     }
 }
 
-/// Two tiles of so many queries, one and none, over a key more than there are queries.
+/// Returns sequences of two tiles of `rows` queries, of less than one, of one query and of none;
+/// the longest has one key more than queries.
 fn tiles_of_queries(rows: usize) -> Ragged {
     Ragged::new(vec![2, rows + 3, 1, 0], vec![1, rows + 4, 0, 5])
 }

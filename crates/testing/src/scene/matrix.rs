@@ -1,4 +1,4 @@
-//! Scenes of the matrix kernels.
+//! Scenes of the matrix kernels: one `wgmma`, pipelined products, and the ceiling loop.
 
 use kernels::product::{self, Contiguous};
 use kernels::{Ceiling, Product, Single, ceiling};
@@ -8,14 +8,14 @@ use super::{Expected, Random, Scene, SceneError, Step, encode};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
 impl Scene {
-    /// Rows and inner extent of a small product: neither a whole number of
-    /// tiles, and more steps than any configuration has stages.
+    /// The rows and the inner (K) extent of a small product: neither is a whole number of tiles,
+    /// and there are more steps than any configuration has stages.
     pub const PRODUCT: (u32, u32) = (100, 328);
 
-    /// Rounds of a small ceiling loop.
+    /// The number of rounds of a small ceiling loop.
     pub const CEILING_ROUNDS: u32 = 3;
 
-    /// One `wgmma`.
+    /// Creates a scene of one `wgmma`.
     pub fn single(configuration: Single) -> Result<Self, SceneError> {
         let element = configuration.element;
         let [a, b] = [1, 2].map(|seed| Matrix::random(element, (64, 16), seed));
@@ -34,7 +34,7 @@ impl Scene {
         Ok(Scene::alone(step, memory, vec![expected], "64 x 64 x 16".to_owned()))
     }
 
-    /// A matrix product of so many rows and inner extent.
+    /// Creates a scene of a matrix product with `rows` rows and an inner extent of `inner`.
     pub fn product(configuration: Product, rows: u32, inner: u32) -> Result<Self, SceneError> {
         let Product { element, columns, cluster, .. } = configuration;
         if rows == 0 || inner == 0 {
@@ -73,7 +73,7 @@ impl Scene {
         Ok(Scene::alone(step, memory, vec![expected], size))
     }
 
-    /// The ceiling loop, for so many rounds.
+    /// Creates a scene of the ceiling loop with `rounds` rounds.
     pub fn ceiling(configuration: Ceiling, rounds: u32) -> Result<Self, SceneError> {
         let (element, rows) = (configuration.element, configuration.rows());
         let a = Matrix::random(element, (rows, ceiling::INNER), 1);
@@ -102,10 +102,9 @@ impl Scene {
 }
 
 impl Expected {
-    /// A product of `rows` by `columns`, added up `times` times. The tensor
-    /// cores round toward zero each time they add 16 products: allowed is, of
-    /// the sum of magnitudes, one unit in the last place for each such
-    /// addition and three besides.
+    /// Creates the expected result of a product of `rows` by `columns`, added up `times` times. The
+    /// tensor cores round toward zero each time they add 16 products, so the tolerance is, relative
+    /// to the sum of magnitudes, one unit in the last place for each such addition and three more.
     fn product(
         buffer: BufferId,
         (rows, columns, inner): (usize, usize, usize),
@@ -131,7 +130,7 @@ impl Expected {
     }
 }
 
-/// A matrix as it lies in memory, rows contiguous.
+/// A matrix in memory, with contiguous rows.
 struct Matrix {
     element: Element,
     rows: u32,
@@ -154,8 +153,8 @@ impl Matrix {
         encode(self.element, &self.values)
     }
 
-    /// The tensor map over the whole matrix, which it puts into memory. Rows
-    /// are padded to the 16 bytes that the copy engine wants, with NaN.
+    /// Puts the matrix into memory and returns a tensor map over it. Rows are padded with NaN to
+    /// the multiple of 16 bytes that TMA requires.
     fn map(&self, memory: &mut Memory, name: &str, layout: TileLayout) -> TensorMapArgument {
         let pitch = (self.columns * self.element.bytes()).next_multiple_of(16) as usize;
         let mut bytes = Vec::new();

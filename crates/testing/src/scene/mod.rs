@@ -1,25 +1,22 @@
-//! Kernels with something to do: inputs in memory, arguments, and what must
-//! come out.
+//! Scenes: kernels with inputs in memory, arguments, and expected results.
 //!
-//! A [`Scene`] is made once for a kernel and a size, then run under any number
-//! of schedules. It holds nothing of the simulator but [`Memory`] and
-//! [`Argument`]s, so that the same scene can be put on a GPU.
+//! A [`Scene`] is made once for a kernel and a size, then run under any number of schedules. Of the
+//! simulator it holds only [`Memory`] and [`Argument`]s, so that the same scene can run on a GPU.
 //!
-//! Attention is a [`Call`]: what the library would launch for a problem, with the
-//! arguments and the memory that it would pass, only that buffers of the simulator
-//! are in the place of the device's. Results are judged by the rule of
-//! [`mod@crate::verdict`] against [`mod@crate::reference`]; sums of products by the
-//! roundings they go through.
+//! Attention scenes come from a [`Call`]: what the library would launch for a problem, with the
+//! same arguments and workspaces, but with buffers of the simulator in place of the device's.
+//! Results are judged by the rule of [`mod@crate::verdict`] against [`mod@crate::reference`];
+//! matrix products by the roundings they go through.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `call` | attention of any kernel over any storage |
+//! | `call` | attention calls of any kernel over any storage |
 //! | `backward` | the gradients of attention |
-//! | `ragged` | sequences of unequal lengths, and how they lie |
-//! | `kernel` | what a kernel is built for, and the smallest call that shows it |
-//! | `sequencer`, `append`, `combine`, `widen` | what goes with attention |
+//! | `ragged` | ragged batches and their placement in memory |
+//! | `kernel` | what a kernel is built for, and the smallest call that exercises it |
+//! | `sequencer`, `append`, `combine`, `widen` | the kernels that run besides attention |
 //! | `matrix`, `banks` | the matrix kernels, and bank conflicts |
-//! | `unkind` | the scenes of a kernel that leave a mutant no place to hide |
+//! | `unkind` | the adversarial scenes of a kernel, in which its mutants must be noticed |
 //! | `sweep` | one scene under many schedules |
 
 mod append;
@@ -65,88 +62,88 @@ use sim::{Argument, BufferId, Failure, Launch, Memory, Options, Report, float};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Scene {
-    /// The kernel that is looked at.
+    /// The kernel under test.
     pub program: Program,
-    /// Blocks of its grid.
+    /// The number of blocks in its grid.
     pub grid: u32,
-    /// One for each of its parameters.
+    /// The arguments, one for each of its parameters.
     pub arguments: Vec<Argument>,
-    /// Launches before it, over the same memory.
+    /// The launches before the kernel under test, over the same memory.
     pub before: Vec<Step>,
-    /// Launches after it.
+    /// The launches after the kernel under test.
     pub after: Vec<Step>,
-    /// Inputs in place, outputs unwritten.
+    /// The memory before the first launch, with inputs in place and outputs unwritten.
     pub memory: Memory,
-    /// What must come out.
+    /// The expected results.
     pub results: Vec<Expected>,
-    /// Results of which no byte may be written twice.
+    /// The results of which no byte may be written twice.
     pub written_once: Vec<BufferId>,
-    /// Memory that the kernel must leave as it found it.
+    /// The buffers that the kernel must leave as it found them.
     pub restored: Vec<BufferId>,
-    /// The size of the problem, in words.
+    /// A description of the problem's size.
     pub size: String,
 }
 
-/// A launch that goes with a kernel.
+/// A launch before or after the kernel under test.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// Its kernel.
+    /// The kernel.
     pub program: Program,
-    /// Blocks of the grid.
+    /// The number of blocks in the grid.
     pub grid: u32,
-    /// One for each parameter.
+    /// The arguments, one for each parameter.
     pub arguments: Vec<Argument>,
 }
 
 impl Step {
-    /// As the simulator takes it.
+    /// Returns the launch in the form that the simulator takes.
     pub fn launch(&self) -> Launch<'_> {
         let Step { program, grid, arguments } = self;
         Launch { program, grid: *grid, arguments: arguments.clone() }
     }
 }
 
-/// A result: where it lies and what must be there.
+/// An expected result.
 #[derive(Clone, Debug)]
 pub struct Expected {
-    /// What it is.
+    /// The name of the result, for messages.
     pub name: &'static str,
-    /// Where it lies: the whole buffer.
+    /// The buffer that holds the result, whole.
     pub buffer: BufferId,
-    /// What it is made of.
+    /// The element type.
     pub element: Element,
     /// The exact values.
     pub exact: Vec<f64>,
-    /// For each, the sum of the magnitudes of what it is the sum of.
+    /// For each value, the sum of the magnitudes of its terms.
     pub magnitude: Vec<f64>,
-    /// For each, the largest error that passes.
+    /// For each value, the largest error that passes.
     pub tolerance: Vec<f64>,
 }
 
-/// Why there is no scene.
+/// The reason why a scene cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SceneError {
     /// The kernel cannot be built.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
-    /// The kernel does not serve this size.
+    /// The kernel does not support this size.
     #[error("{0}")]
     Size(String),
 }
 
-/// How near the results of a run are to the exact ones.
+/// The accuracy of the results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Accuracy {
-    /// The largest error.
+    /// The largest error of a value.
     pub max_error: f64,
-    /// The largest share of a value's tolerance that was used up.
+    /// The largest fraction of a value's tolerance that was used up.
     pub tolerance_used: f64,
-    /// The first value that is wrong, in words.
+    /// A description of the first mistake.
     pub complaint: Option<String>,
 }
 
 impl Accuracy {
-    /// Whether every value is within its tolerance.
+    /// Returns whether every value is within its tolerance.
     pub fn passed(&self) -> bool {
         self.complaint.is_none()
     }
@@ -165,8 +162,8 @@ impl fmt::Display for Accuracy {
 }
 
 impl Scene {
-    /// A shipped kernel on the smallest problem that takes it around its loops
-    /// and has ragged ends.
+    /// Creates a scene of a shipped kernel on the smallest problem that takes it around its loops
+    /// and has partial tiles at the ends.
     pub fn small(kernel: &Configuration) -> Result<Self, SceneError> {
         match kernel {
             Configuration::Combine(combine) => {
@@ -176,7 +173,7 @@ impl Scene {
                 Scene::sequencer(*sequencer, &Scene::sequencer_batch(), 64)
             }
             Configuration::Append(append) => Scene::append(*append, &AppendSize::small()),
-            // After the tiles were put in order.
+            // Launch 0 of this call is the sequencer, which orders the tiles.
             Configuration::Widen(widen) => Call::widened(widen)?.scene_of(1),
             Configuration::Single(single) => Scene::single(*single),
             Configuration::Product(product) => {
@@ -184,7 +181,7 @@ impl Scene {
                 Scene::product(*product, rows, inner)
             }
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
-            // What goes with the backward pass is looked at in its place before or after it.
+            // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
                 let before = it.before().unwrap_or(*kernel);
@@ -203,7 +200,7 @@ impl Scene {
         }
     }
 
-    /// A kernel by itself.
+    /// Creates a scene of a kernel without other launches.
     pub fn alone(step: Step, memory: Memory, results: Vec<Expected>, size: String) -> Self {
         let Step { program, grid, arguments } = step;
         let (before, after) = (Vec::new(), Vec::new());
@@ -222,7 +219,7 @@ impl Scene {
         }
     }
 
-    /// The same with the launches before it done.
+    /// Returns the scene with the launches before the kernel already done.
     pub fn prepared(&self, options: &Options) -> Result<Self, Failure> {
         let mut memory = self.memory.clone();
         for step in &self.before {
@@ -231,8 +228,8 @@ impl Scene {
         Ok(Scene { memory, before: Vec::new(), ..self.clone() })
     }
 
-    /// The same over what a run of it left behind: prepared, and with results unwritten, so that
-    /// nothing is right because it was before.
+    /// Returns the scene over the memory that a run of it left behind, with the results restored to
+    /// unwritten, so that no result passes because an earlier run wrote it.
     pub fn again(&self, left: &Memory) -> Self {
         let mut memory = left.clone();
         for result in &self.results {
@@ -241,23 +238,23 @@ impl Scene {
         Scene { memory, before: Vec::new(), ..self.clone() }
     }
 
-    /// The kernel's launch.
+    /// Returns the launch of the kernel.
     pub fn launch(&self) -> Launch<'_> {
         self.launch_of(&self.program)
     }
 
-    /// The launch of a changed program with the same parameters.
+    /// Returns the launch of a changed program with the same parameters.
     pub fn launch_of<'a>(&self, program: &'a Program) -> Launch<'a> {
         Launch { program, grid: self.grid, arguments: self.arguments.clone() }
     }
 
-    /// Runs it once, with the launches before and after it: the memory afterwards, and what the
-    /// run of the kernel itself tells.
+    /// Runs the scene once, with the launches before and after the kernel. Returns the memory
+    /// afterwards and the report of the kernel itself.
     pub fn run(&self, options: &Options) -> Result<(Memory, Report), Failure> {
         self.run_program(&self.program, options)
     }
 
-    /// The same with a changed program in the kernel's place.
+    /// Runs the scene once with a changed program in place of the kernel.
     pub fn run_program(
         &self,
         program: &Program,
@@ -275,8 +272,8 @@ impl Scene {
         Ok((memory, report))
     }
 
-    /// Compares the results of a run with the exact ones, and what was to be left alone with what
-    /// it was, unless a launch before the kernel wrote it.
+    /// Compares the results of a run with the expected ones, and checks that the `restored` buffers
+    /// are unchanged, unless a launch before the kernel writes them.
     pub fn judge(&self, memory: &Memory) -> Accuracy {
         let mut accuracy = Accuracy::default();
         let mut restored = self.restored.iter().filter(|_| self.before.is_empty());
@@ -299,7 +296,7 @@ impl Scene {
             let found = decode(result.element, memory.bytes(result.buffer));
             for (index, found) in found.into_iter().enumerate() {
                 let (exact, tolerance) = (result.exact[index], result.tolerance[index]);
-                // Infinities and NaN are right where they are expected, and nowhere else.
+                // Infinities and NaN pass only where they are expected.
                 let same = found == exact || found.is_nan() && exact.is_nan();
                 let error = if same { 0.0 } else { (found - exact).abs() };
                 if error.is_nan() || error > tolerance {
@@ -319,7 +316,7 @@ impl Scene {
     }
 }
 
-/// Numbers between -1 and 1, the same every time.
+/// A deterministic generator of numbers between -1 and 1.
 struct Random(u64);
 
 impl Random {
@@ -334,13 +331,13 @@ impl Random {
         (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
-    /// So many, up to a magnitude, as an element has them.
+    /// Returns `count` numbers up to a magnitude, rounded to an element type.
     fn numbers(&mut self, element: Element, count: usize, magnitude: f32) -> Vec<f64> {
         (0..count).map(|_| round(element, (magnitude * self.number()) as f64)).collect()
     }
 }
 
-/// The nearest value that an element has.
+/// Rounds a value to an element type.
 fn round(element: Element, value: f64) -> f64 {
     match element {
         Element::F16 => float::from_f16(float::f16_bits(value as f32)) as f64,
@@ -352,7 +349,7 @@ fn round(element: Element, value: f64) -> f64 {
     }
 }
 
-/// Values as they lie in memory.
+/// Encodes values as bytes of an element type.
 fn encode(element: Element, values: &[f64]) -> Vec<u8> {
     let values = values.iter().map(|value| *value as f32);
     match element {
@@ -365,7 +362,7 @@ fn encode(element: Element, values: &[f64]) -> Vec<u8> {
     }
 }
 
-/// The values that bytes of memory are.
+/// Decodes bytes as values of an element type.
 pub fn decode(element: Element, bytes: &[u8]) -> Vec<f64> {
     let half = |pair: &[u8]| u16::from_le_bytes([pair[0], pair[1]]);
     let word = |four: &[u8]| u32::from_le_bytes([four[0], four[1], four[2], four[3]]);

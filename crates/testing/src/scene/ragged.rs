@@ -1,4 +1,5 @@
-//! Sequences of unequal lengths, and how they lie: with whatever is of nobody between them.
+//! Ragged batches: sequences of unequal lengths and their placement in memory, with rows between
+//! them that belong to no sequence.
 
 use std::fmt;
 
@@ -7,53 +8,55 @@ use flashcore::{Error, Problem, Shape};
 
 use crate::dice::Dice;
 
-/// Sequences of unequal lengths.
+/// A ragged batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ragged {
-    /// Queries of each.
+    /// The number of queries of each sequence.
     pub queries: Vec<usize>,
-    /// Keys of each.
+    /// The number of keys of each sequence.
     pub keys: Vec<usize>,
-    /// Positions before the keys of each that are no part of it; none when empty.
+    /// The left padding of each sequence: positions before its keys that are not part of it. Empty
+    /// for none.
     pub padding: Vec<usize>,
-    /// How queries lie: padded or packed.
+    /// The placement of the queries: padded or packed.
     pub query_place: Place,
-    /// How keys lie.
+    /// The placement of the keys.
     pub key_place: Place,
 }
 
-/// How sequences lie in a tensor.
+/// The placement of sequences in a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In a batch entry for each, as long as the longest.
+    /// A batch entry for each sequence, as long as the longest.
     Padded,
-    /// In batch entries of another order, with one of nobody.
+    /// Batch entries in random order; one entry belongs to no sequence.
     Entries,
-    /// One after the other.
+    /// Packed one after the other.
     Packed,
-    /// The same with a row between them that is of nobody.
+    /// Packed, with a row after each sequence that belongs to none.
     Apart,
-    /// In pages of so many positions, in an order of their own and with some of nobody.
+    /// Pages of this many positions in random order; some pages belong to no sequence.
     Paged(usize),
-    /// In the first of several such pages and in the last, by turns: sequences share them.
+    /// The first and the last of five pages of this many positions, by turns, so that sequences
+    /// share pages.
     Shared(usize),
 }
 
 type Placed = (Placement, Shape);
 
 impl Ragged {
-    /// Padded queries over keys in batch entries of another order.
+    /// Creates a batch of padded queries over keys in batch entries in random order.
     pub fn new(queries: Vec<usize>, keys: Vec<usize>) -> Self {
         let (query_place, key_place) = (Place::Padded, Place::Entries);
         Ragged { queries, keys, padding: Vec::new(), query_place, key_place }
     }
 
-    /// The same with keys elsewhere.
+    /// Returns the batch with another placement of its keys.
     pub fn over(&self, key_place: Place) -> Self {
         Ragged { key_place, ..self.clone() }
     }
 
-    /// Where queries and keys are, and the shapes of their tensors.
+    /// Returns the placements of queries and keys with the shapes of their tensors.
     pub(super) fn placements(&self, problem: &Problem) -> Result<(Placed, Placed), Error> {
         let (heads, key_heads) = (problem.query_heads, problem.kv_heads);
         let queries = place(self.query_place, &self.queries, heads, problem.head_dim)?;

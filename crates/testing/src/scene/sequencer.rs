@@ -1,8 +1,8 @@
-//! Scenes of the kernel that puts the tiles of a ragged batch in order, as it is launched before
+//! Scenes of the sequencer, the kernel that orders the tiles of a ragged batch, as launched before
 //! prefill and before the backward pass.
 //!
-//! Tiles that cost the same come in any order, and a scene expects one: it passes for certain only
-//! where there are none.
+//! Tiles of equal cost may come in any order, but a scene expects one: only batches without equal
+//! costs are certain to pass.
 
 use flashcore::plan::Source;
 use flashcore::{Mask, Problem};
@@ -18,13 +18,14 @@ use ptx::Element;
 use super::call::Staged;
 use super::{Call, Expected, Place, Ragged, Scene, SceneError};
 
-/// Positions of a chunk, for a kernel that has chunks: of short sequences, and of long ones, in which
-/// tiles would otherwise cost the same.
+/// The chunk sizes for a kernel with a chunked mask: for short sequences, and for long ones, whose
+/// tiles would otherwise have equal costs.
 const CHUNK: usize = 50;
 const LONG_CHUNK: usize = 1700;
 
 impl Scene {
-    /// Small: sequences without queries and without keys, and no two tiles that cost the same.
+    /// Returns a small batch with sequences without queries and without keys, and no two tiles of
+    /// equal cost.
     pub fn sequencer_batch() -> Ragged {
         let keys = vec![5, 9, 130, 64, 0, 143, 70];
         Ragged {
@@ -33,7 +34,8 @@ impl Scene {
         }
     }
 
-    /// The tiles of a batch in order, under a causal mask, or one that sees a little ahead: tiles of 64 or 128 rows.
+    /// Creates a scene that orders the query tiles of a batch, under a causal mask or one that
+    /// looks a little ahead; tiles have 64 or 128 rows.
     pub fn sequencer(
         sequencer: Sequencer,
         ragged: &Ragged,
@@ -45,7 +47,7 @@ impl Scene {
         };
         let Prefill { tile, .. } = every_prefill()[0];
         let rules = Rules { mask, ..Rules::LOCAL };
-        // Narrow heads: keys are there and nobody reads them.
+        // Heads are narrow because the sequencer never reads the keys.
         let (head_dim, value_head_dim) = (16, 16);
         let tile = Forward { head_dim, value_head_dim, ..tile };
         let tile = Forward { warpgroups: tile_rows / 64, ping_pong: false, rules, ..tile };
@@ -55,7 +57,7 @@ impl Scene {
             MaskKind::Chunked => CHUNK,
             _ => 0,
         };
-        // In short chunks rows see ahead, so that the end of a chunk shows.
+        // In short chunks rows see ahead, so that the end of a chunk matters.
         let right = if chunk == CHUNK { 7 } else { 0 };
         let mask = Mask::window(None, Some(right)).with_chunk(chunk);
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
@@ -65,7 +67,7 @@ impl Scene {
         Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
     }
 
-    /// Tiles of keys, as they are put in order before the backward pass: of 128.
+    /// Creates a scene that orders key tiles of 128 keys, as before the backward pass.
     fn key_sequencer(sequencer: Sequencer, ragged: &Ragged) -> Result<Self, SceneError> {
         let backward = tuned_backward(Element::BF16, 64, 64, Rules::CAUSAL)
             .map(|it| Backward { batch: Batch::Ragged, ..it })
@@ -75,14 +77,15 @@ impl Scene {
         Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of keys"))
     }
 
-    /// The first launch of a call, which writes a schedule.
+    /// Creates a scene of the first launch of a call, which writes a schedule.
     fn first_step(
         sequencer: Sequencer,
         call: Call,
         mut words: Vec<u32>,
         size: String,
     ) -> Result<Self, SceneError> {
-        // What lists hold beyond their bounds means the bounds.
+        // List entries that equal their bound are replaced by values beyond it, which kernels must
+        // clamp.
         let call = Call { hostile: true, ..call };
         let given = call.given()?;
         let Staged { memory, buffers, mut steps, .. } = call.stage(&given)?;
@@ -93,7 +96,7 @@ impl Scene {
             return Err(SceneError::Size(format!("{name}: {other} is launched first")));
         }
         words.resize(memory.bytes(schedule).len() / 4, 0);
-        // Words are compared by their bits, which are those of small floats.
+        // Words are compared by their bits, read as f32: they are distinct small floats.
         let exact: Vec<f64> = words.iter().map(|word| f32::from_bits(*word).into()).collect();
         let results = vec![Expected {
             name: "schedule",
@@ -107,7 +110,7 @@ impl Scene {
     }
 }
 
-/// Where the queries and keys of each sequence are, which are not in pages, with one head.
+/// Returns where the queries and keys of each sequence are, with one head and not in pages.
 fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
     let Ragged { queries, keys, query_place, key_place, padding } = ragged;
     if matches!(query_place, Place::Entries | Place::Paged(_))

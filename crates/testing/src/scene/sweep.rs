@@ -1,4 +1,4 @@
-//! One scene under many schedules, on all cores.
+//! Runs of one scene under many schedules, on all cores.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,24 +6,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::{Accuracy, Scene};
 use sim::{Counts, Failure, Options, Policy};
 
-/// What came of a scene under one schedule.
+/// The outcome of a scene under one schedule.
 #[derive(Debug)]
 pub struct Outcome {
     /// The policy.
     pub policy: Policy,
     /// The seed.
     pub seed: u64,
-    /// What was counted and how near the results are, or what stopped the run.
+    /// The counts and the accuracy of the results, or the reason why the run stopped.
     pub result: Result<(Counts, Accuracy), Failure>,
 }
 
 impl Outcome {
-    /// Whether the run ended well and its results are right.
+    /// Returns whether the run finished and its results are right.
     pub fn passed(&self) -> bool {
         self.complaint().is_none()
     }
 
-    /// What is wrong, if anything.
+    /// Returns what is wrong, if anything.
     pub fn complaint(&self) -> Option<String> {
         match &self.result {
             Ok((_, accuracy)) => accuracy.complaint.clone(),
@@ -33,8 +33,8 @@ impl Outcome {
 }
 
 impl Scene {
-    /// Runs it under each of these schedules, the rest as `options` say, and
-    /// calls `done` after each run. Outcomes come in the order of schedules.
+    /// Runs the scene under each of these schedules, with `options` otherwise, and calls `done`
+    /// after each run. Outcomes are in the order of the schedules.
     pub fn sweep(
         &self,
         schedules: &[(Policy, u64)],
@@ -68,10 +68,10 @@ impl Scene {
     }
 }
 
-/// The most seeds that a sweep of a policy may have: what came of each is kept to the end.
+/// The largest number of seeds of a sweep per policy: all outcomes are kept in memory to the end.
 pub const MOST_SEEDS: u64 = 1_000_000;
 
-/// Every seed under every policy.
+/// Returns every seed under every policy.
 pub fn schedules(policies: &[Policy], seeds: std::ops::Range<u64>) -> Vec<(Policy, u64)> {
     policies.iter().flat_map(|policy| seeds.clone().map(|seed| (*policy, seed))).collect()
 }

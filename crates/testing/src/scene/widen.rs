@@ -1,4 +1,4 @@
-//! Scenes of attention over 8-bit caches that are widened to 16 bits before.
+//! Scenes of attention over 8-bit caches that a kernel widens to 16 bits first.
 
 use flashcore::Problem;
 use kernels::forward::Workload;
@@ -10,7 +10,8 @@ use super::kernel::descale;
 use super::{Call, Place, Ragged, SceneError};
 
 impl Call {
-    /// The same call over keys and values that are made of something else than the kernel takes.
+    /// Returns the call with keys and values of the cache's element type and scales, which a
+    /// widening kernel converts to what the attention kernel takes.
     pub fn over_cache(self, cache: Cache) -> Self {
         self.with(|problem| {
             let mut problem: Problem = problem.with_kv_dtype(dtype(cache.element));
@@ -20,8 +21,8 @@ impl Call {
         })
     }
 
-    /// What a kernel that widens is for: sequences of several blocks of keys, of one, of a key and of
-    /// none, some of whose queries see nothing.
+    /// Returns a call for a widening kernel: sequences of several key blocks, of one block, of one
+    /// key and of none; some queries see nothing.
     pub(super) fn widened(it: &Widen) -> Result<Self, SceneError> {
         let workload = Workload {
             element: it.element,

@@ -1,4 +1,4 @@
-//! The rule for gradients: each of them against its own baseline.
+//! The rule for gradients: each is compared with the reference by its own baseline.
 
 use std::fmt;
 
@@ -9,46 +9,47 @@ use crate::reference::{Gradients, HeadGradients, Noise, Row};
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{DType, InputError, Inputs, Problem, Shape, Tensor};
 
-/// Gradients that somebody computed; what is not there is not judged.
+/// The gradients to judge; absent ones are not judged.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GradientsToJudge<'a> {
-    /// Of the queries: a tensor like theirs.
+    /// dQ, a tensor like the queries.
     pub query: Option<&'a Tensor>,
-    /// Of the keys.
+    /// dK.
     pub key: Option<&'a Tensor>,
-    /// Of the values.
+    /// dV.
     pub value: Option<&'a Tensor>,
-    /// Of the sinks, one for each query head. Judged when the reference has every head.
+    /// The gradients of the sinks, one for each query head. Judged only if the reference has every
+    /// head.
     pub sinks: Option<&'a [f32]>,
-    /// The row sums of dO * O, in the order (batch, query heads, query length).
+    /// Delta, the row sums of dO * O, in the order (batch, query heads, query length).
     pub delta: Option<&'a [f32]>,
 }
 
-/// Whether gradients are right, and by how much.
+/// The verdict on gradients, with their errors.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GradientsVerdict {
     /// Whether every comparison passes.
     pub passed: bool,
-    /// What was compared, by name.
+    /// The comparisons, by name.
     pub comparisons: Vec<(&'static str, Comparison)>,
-    /// Key/value heads that were checked.
+    /// The number of key/value heads that were checked.
     pub heads: usize,
-    /// Key/value heads that there are, over all sequences.
+    /// The number of key/value heads of the problem, over all sequences.
     pub total_heads: usize,
 }
 
 impl GradientsVerdict {
-    /// The comparison of one gradient.
+    /// Returns the comparison of one gradient.
     pub fn of(&self, name: &str) -> Option<&Comparison> {
         self.comparisons.iter().find(|(of, _)| *of == name).map(|(_, comparison)| comparison)
     }
 }
 
-/// Judge gradients by a reference and a baseline over the same heads.
+/// Judges gradients by a reference and a baseline over the same heads.
 ///
-/// A gradient passes as an output does: with at most twice the largest error of the plain
-/// algorithm over what the forward pass saved, plus the rounding of the answer. To that belongs what
-/// is left of sums in f32 where they should cancel: two roundings of the numbers that do ([`Noise`]).
+/// A gradient passes as an output does: its error is at most twice the largest error of the plain
+/// algorithm on what the forward pass saved, plus the rounding of the answer. The rounding includes
+/// what f32 sums leave where they should cancel: two roundings of the numbers that do ([`Noise`]).
 ///
 /// ```
 /// use flashcore::{Backward, InputTensors, Problem, Tensor};
@@ -91,7 +92,7 @@ pub fn compare_gradients(
     })
 }
 
-/// The largest errors that pass in the gradients of queries, keys, values and sinks.
+/// Returns the largest errors that pass in the gradients of queries, keys, values and sinks.
 pub(crate) fn gradient_tolerances(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -117,10 +118,10 @@ struct Judged<'a> {
 struct Part<'a> {
     name: &'static str,
     noise: f64,
-    /// Of the tensor that holds it.
+    /// The shape of the tensor that holds it.
     shape: Shape,
     placement: &'a Placement,
-    /// Its heads for each key/value head.
+    /// The number of its heads for each key/value head.
     heads: usize,
     numbers: fn(&HeadGradients) -> &[f64],
 }
@@ -173,7 +174,7 @@ impl<'a> Judged<'a> {
         Ok(comparisons)
     }
 
-    /// Those that are tensors: of queries, keys and values.
+    /// Returns the gradients that are tensors: dQ, dK and dV.
     fn parts(&self) -> [Part<'_>; 3] {
         let Noise { query, key, value, .. } = self.noise;
         let problem = self.sequences.problem();
@@ -206,7 +207,7 @@ impl<'a> Judged<'a> {
         ]
     }
 
-    /// Compare what `read` finds at (batch entry, position, head) of a tensor.
+    /// Compares what `read` returns for (batch entry, position, head) of a tensor.
     fn compare(
         &self,
         part: &Part<'_>,
@@ -261,13 +262,14 @@ impl<'a> Judged<'a> {
             let (result, reference) = (f64::from(*result), reference[head]);
             judge.look_at(Place { row, element: 0, result, reference }, baseline[head]);
         }
-        // Sums over sequences.
+        // The gradient of a sink is a sum over sequences.
         let noise = self.noise.sinks * (problem.batch as f64).sqrt();
         Some(self.conclude(judge, DType::F32, noise))
     }
 
-    /// A 16-bit gradient has its own rounding; one in f32 shows that of the scores too, which grows
-    /// with their magnitude as in an output.
+    /// Concludes a comparison with the rounding of the gradient: a 16-bit gradient has its own
+    /// rounding; one in f32 also shows that of the scores, which grows with their magnitude as for
+    /// an output.
     fn conclude(&self, judge: Judge, dtype: DType, noise: f64) -> Comparison {
         let units = match dtype {
             DType::F32 => 4.0 * self.largest_lse,

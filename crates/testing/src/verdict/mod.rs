@@ -1,13 +1,13 @@
 //! The rule by which a result passes or fails.
 //!
-//! A kernel may be as wrong as twice the plain algorithm in the same precision, plus the rounding
-//! of the answer itself:
+//! The error of a kernel may be at most twice that of the plain algorithm in the same precision,
+//! plus the rounding of the answer itself:
 //!
 //! ```text
 //! max |result - reference| <= 2 max |baseline - reference| + rounding
 //! ```
 //!
-//! for the output and, with its own baseline, for the log-sum-exp. Infinities and NaNs must stand
+//! for the output and, with its own baseline, for the log-sum-exp. Infinities and NaNs must be
 //! where the reference has them. [Gradients](compare_gradients) are judged by the same rule.
 
 mod gradients;
@@ -23,12 +23,12 @@ use crate::reference::{Answer, Row};
 use flashcore::serving::Sequences;
 use flashcore::{DType, InputError, Output, Problem, Tensor};
 
-/// The error allowed for the rounding of an output whose largest value is `largest`.
+/// Returns the error allowed for the rounding of an output whose largest value is `largest`.
 ///
-/// Every kernel keeps scores and sums in f32. For a 16-bit output that is exact, and what remains
-/// is one unit in the last place. An f32 output shows the rounding of the scores too: a score is
-/// off by its magnitude times f32's epsilon, a row's log-sum-exp is close to its largest score,
-/// and an error of d in a score is a factor of e^d in a weight.
+/// Every kernel keeps scores and sums in f32. Next to the rounding of a 16-bit output their error
+/// is negligible, and one unit in the last place remains. An f32 output shows the rounding of the
+/// scores too: the error of a score is its magnitude times f32's epsilon, a row's log-sum-exp is
+/// close to its largest score, and an error of d in a score is a factor of e^d in a weight.
 fn output_rounding(dtype: DType, largest: f64, largest_lse: f64) -> f64 {
     let units = match dtype {
         DType::F32 => 4.0 * largest_lse.max(1.0),
@@ -37,31 +37,32 @@ fn output_rounding(dtype: DType, largest: f64, largest_lse: f64) -> f64 {
     units * dtype.epsilon() * largest
 }
 
-/// The same for the log-sum-exp, relative to its largest magnitude or 1: room for the hardware's
-/// approximate logarithm and exponential and for tensor cores that truncate, all of which are good
-/// to about 22 bits.
+/// The error allowed for the rounding of the log-sum-exp, relative to its largest magnitude or 1:
+/// room for the hardware's approximate logarithm and exponential and for tensor cores that
+/// truncate, all of which are accurate to about 22 bits.
 const LSE_ROUNDING: f64 = 1.0 / (1 << 18) as f64;
 
-/// The same for a capped score, relative to the cap: `1 - 2 / (e^2x + 1)` is good to f32's last two bits at 1,
-/// however small it is. A row that sees one key shows it.
+/// The error allowed for the rounding of a capped score, relative to the cap: `1 - 2 / (e^2x + 1)`
+/// is accurate to the last two bits of an f32 near 1, however small the result is. It shows in a
+/// row that sees one key.
 const SOFTCAP_ROUNDING: f64 = 1.0 / (1 << 22) as f64;
 
-/// Whether a result is right, and by how much.
+/// The verdict on a result, with its errors.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Verdict {
     /// Whether both comparisons pass.
     pub passed: bool,
-    /// The output.
+    /// The comparison of the output.
     pub output: Comparison,
-    /// The log-sum-exp.
+    /// The comparison of the log-sum-exp.
     pub lse: Comparison,
-    /// Rows that were checked.
+    /// The number of rows that were checked.
     pub rows: usize,
-    /// Rows that there are.
+    /// The number of rows of the problem.
     pub total_rows: usize,
 }
 
-/// Values against their reference.
+/// The comparison of values with their reference.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Whether the rule holds.
@@ -74,28 +75,29 @@ pub struct Comparison {
     pub baseline_error: f64,
     /// The largest error that passes.
     pub tolerance: f64,
-    /// How many values were compared, those that are not finite included.
+    /// The number of values that were compared, non-finite ones included.
     pub values: usize,
-    /// How many are not finite where the reference is, the other way round, or another kind.
+    /// The number of values that are not finite where the reference is, or the other way round, or
+    /// not finite in another way.
     pub misplaced: usize,
-    /// Where the result is most wrong: the first misplaced value, else the largest error.
+    /// The worst value: the first misplaced one, else the one with the largest error.
     pub worst: Option<Place>,
 }
 
 /// One value of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Place {
-    /// Its row.
+    /// The row of the value.
     pub row: Row,
-    /// Its index in the row's output.
+    /// The index of the value in the row's output.
     pub element: usize,
-    /// What was computed.
+    /// The computed value.
     pub result: f64,
-    /// What the reference has.
+    /// The reference value.
     pub reference: f64,
 }
 
-/// Judge a result by a reference and a baseline over the same rows.
+/// Judges a result by a reference and a baseline over the same rows.
 ///
 /// ```
 /// use flashcore_testing::compare;
@@ -123,7 +125,8 @@ pub fn compare(
     compare_tensors(problem, &result.output, &result.lse, reference, baseline)
 }
 
-/// The same for an output that nobody reported on.
+/// Judges an output and its log-sum-exps, given as plain tensors, by a reference and a baseline
+/// over the same rows.
 pub fn compare_tensors(
     problem: &Problem,
     output: &Tensor,
@@ -163,7 +166,7 @@ pub fn compare_tensors(
     Ok(judge(problem, problem.rows(), read, reference, baseline))
 }
 
-/// The same over sequences.
+/// Judges a result over sequences by a reference and a baseline over the same rows.
 pub fn compare_sequences(
     sequences: &Sequences,
     result: &Output,
@@ -189,13 +192,13 @@ pub fn compare_sequences(
     Ok(judge(problem, sequences.rows(), read, reference, baseline))
 }
 
-/// The largest errors of an output and of a log-sum-exp that pass.
+/// Returns the largest errors of an output and of a log-sum-exp that pass.
 pub(crate) fn tolerances(problem: &Problem, reference: &Answer, baseline: &Answer) -> [f64; 2] {
     let verdict = judge(problem, reference.rows.len(), |_, _| 0.0, reference, baseline);
     [verdict.output.tolerance, verdict.lse.tolerance]
 }
 
-/// Judge by what `read` knows of a row: it fills its output and returns its log-sum-exp.
+/// Judges the rows that `read` returns: it fills a row's output and returns its log-sum-exp.
 fn judge(
     problem: &Problem,
     total_rows: usize,
@@ -224,7 +227,8 @@ fn judge(
         lse.look_at(place, baseline.lse[index]);
     }
     let cap_rounding = SOFTCAP_ROUNDING * problem.scores.softcap.map_or(0.0, f64::from);
-    // Scores that are off by so much change weights by as many parts, one up and another down.
+    // An error of d in the scores changes weights by a fraction of d, some upwards and others
+    // downwards.
     let output_rounding = output_rounding(problem.dtypes.output, output.largest, lse.largest)
         + 2.0 * cap_rounding * output.largest;
     let output = output.conclude(output_rounding + underflow);
@@ -239,7 +243,7 @@ fn judge(
     }
 }
 
-/// A comparison under way.
+/// A comparison in progress.
 pub(crate) struct Judge {
     dtype: DType,
     values: usize,
@@ -268,7 +272,7 @@ impl Judge {
         }
     }
 
-    /// The largest finite magnitude in the reference so far.
+    /// Returns the largest finite magnitude in the reference so far.
     pub(crate) fn largest(&self) -> f64 {
         self.largest
     }
@@ -300,12 +304,13 @@ impl Judge {
         }
     }
 
-    /// Whether a result that is not finite, or whose reference is not, is what it should be.
+    /// Returns whether a result that is not finite, or whose reference is not, has the expected
+    /// kind.
     fn same_kind(&self, result: f64, reference: f64) -> bool {
         if result.is_nan() || reference.is_nan() {
             return result.is_nan() && reference.is_nan();
         }
-        // A result may overflow where the reference, rounded, is at the end of the range.
+        // A result may overflow where the rounded reference is at the end of the range.
         let edge = self.dtype.max() * (1.0 - 2.0 * self.dtype.epsilon());
         let overflows = reference.is_infinite() || reference.abs() >= edge;
         result.is_infinite() && overflows && result.signum() == reference.signum()

@@ -1,7 +1,7 @@
-//! Rows of a tensor into swizzled tiles, by `cp.async`.
+//! Copies of tensor rows into swizzled tiles, by `cp.async`.
 //!
-//! Eight neighbouring threads copy one row of a panel, 128 bytes, a chunk of 16
-//! each; chunks are permuted as the swizzle says.
+//! Eight neighbouring threads copy one 128-byte row of a panel, a 16-byte chunk each; the swizzle
+//! permutes the chunks.
 
 use std::ops::Range;
 
@@ -13,16 +13,16 @@ use crate::{
     StoreHint, U32, Value,
 };
 
-/// Some tiles of shared memory that are filled and read in turn.
+/// A ring of tiles in shared memory that are filled and read in turn.
 #[derive(Clone, Debug)]
 pub struct TileRing {
     layout: TileLayout,
-    /// Their addresses, the one to be read now first.
+    /// The addresses of the tiles, the one to be read now first.
     slots: Vec<Reg<SharedAddress>>,
 }
 
 impl TileRing {
-    /// Reserves room for `count` tiles, at least one.
+    /// Reserves shared memory for `count` tiles, at least one.
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, mut count: u32) -> Self {
         check(k, layout);
@@ -40,12 +40,12 @@ impl TileRing {
         TileRing { layout, slots }
     }
 
-    /// The layout of each.
+    /// Returns the layout of each tile.
     pub fn layout(&self) -> TileLayout {
         self.layout
     }
 
-    /// The tile that is `index` tiles on from the one read now.
+    /// Returns the address of the tile `index` places after the one being read now.
     ///
     /// # Panics
     ///
@@ -54,12 +54,12 @@ impl TileRing {
         self.slots[index as usize]
     }
 
-    /// All of them, the one read now first.
+    /// Returns the addresses of all tiles, the one being read now first.
     pub fn slots(&self) -> &[Reg<SharedAddress>] {
         &self.slots
     }
 
-    /// Goes on to the next tile.
+    /// Rotates the ring: the next tile becomes the one to read.
     #[track_caller]
     pub fn rotate(&self, k: &mut Builder) {
         let first = k.variable(self.slots[0]);
@@ -70,39 +70,38 @@ impl TileRing {
     }
 }
 
-/// Which chunk of which row.
+/// The chunk that a thread copies.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlace {
-    /// The row.
+    /// The row of the tile.
     pub row: Reg<U32>,
-    /// The chunk of each panel's row, from 0 to 7.
+    /// The index of the chunk in each panel row, from 0 to 7.
     pub chunk: Reg<U32>,
 }
 
 impl ChunkPlace {
-    /// The chunk that a thread copies, of as many rows as there are groups of
-    /// eight threads.
+    /// Returns the chunk that a thread copies when each group of eight threads copies one row.
     #[track_caller]
     pub fn of(k: &mut Builder, thread: Reg<U32>) -> Self {
         ChunkPlace { row: k.eval(thread / PANEL_CHUNKS), chunk: k.eval(thread % PANEL_CHUNKS) }
     }
 
-    /// Where the chunk lies in the first panel of a tile, for a warp that copies
-    /// four rows at a time: in the first four of eight rows, and in the others.
+    /// Returns the swizzled offset of the chunk in the first panel of a tile, for a warp that
+    /// copies four rows at a time: in rows 0 to 3 of each eight, and in rows 4 to 7.
     #[track_caller]
     pub fn swizzled_fours(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         let first = k.eval(self.row * ROW + (self.chunk ^ self.row) * CHUNK);
-        // Four rows on, the bit of 4 in the row flips that of the chunk.
+        // Four rows further, bit 2 of the row flips bit 2 of the chunk index.
         [first, k.eval(first ^ (4 * CHUNK))]
     }
 
-    /// Bytes from the first element of a row of the tensor.
+    /// Returns the offset of the chunk in bytes from the first element of a row of the tensor.
     pub fn source_bytes(&self) -> Value<U32> {
         self.chunk * CHUNK
     }
 }
 
-/// How rows of a tensor lie in a tile that may be wider than they are.
+/// The mapping of tensor rows to the rows of a tile, which may be wider.
 #[derive(Clone, Copy, Debug)]
 pub struct RowCopies {
     layout: TileLayout,
@@ -110,17 +109,18 @@ pub struct RowCopies {
 }
 
 impl RowCopies {
-    /// Rows of `columns` elements, which are whole chunks of 16 bytes, in a tile of this layout.
+    /// Creates the mapping for rows of `columns` elements, a multiple of 16 bytes, in a tile of
+    /// this layout.
     pub const fn new(layout: TileLayout, columns: u32) -> Self {
         RowCopies { layout, columns }
     }
 
-    /// The layout of the tile.
+    /// Returns the layout of the tile.
     pub const fn layout(&self) -> TileLayout {
         self.layout
     }
 
-    /// Where a chunk lies in the first panel of a tile.
+    /// Returns the address of a chunk in the first panel of a tile.
     #[track_caller]
     pub fn target(
         &self,
@@ -132,8 +132,8 @@ impl RowCopies {
         k.eval(tile + row * ROW + (chunk ^ (row % 8)) * CHUNK)
     }
 
-    /// How many bytes of a chunk are read, `row` of `rows` being there or not:
-    /// what [`copy`](RowCopies::copy) takes to fill what is not there with zeros.
+    /// Returns the `valid` argument of [`copy`](RowCopies::copy) for a row: the size of a chunk if
+    /// `row` is below `rows`, else 0, which fills the chunk with zeros.
     #[track_caller]
     pub fn valid_bytes(
         &self,
@@ -144,10 +144,10 @@ impl RowCopies {
         k.eval(row.into().less(rows).choose::<U32>(CHUNK, 0))
     }
 
-    /// Copies the thread's chunk of each panel of a row. `to` is its address in
-    /// the first panel, and how many rows further down; `from` is the chunk in the
-    /// tensor. Beyond `valid` bytes a chunk becomes zeros. Chunks beyond the
-    /// tensor's columns are left alone: see [`clear`](RowCopies::clear).
+    /// Copies the thread's chunk of each panel of a row. `to` is the chunk's address in the first
+    /// panel and a number of rows to go further down; `from` is the address of the chunk in the
+    /// tensor. Beyond `valid` bytes a chunk is filled with zeros. Chunks beyond the tensor's
+    /// columns are not written: see [`clear`](RowCopies::clear).
     #[track_caller]
     pub fn copy(
         &self,
@@ -175,14 +175,14 @@ impl RowCopies {
         }
     }
 
-    /// The chunks of a row that products read and copies leave alone.
+    /// Returns the chunks of a row that products read and copies do not write.
     pub fn padding(&self) -> Range<u32> {
         let columns = chunk_columns(self.layout);
         self.columns / columns..self.layout.columns / columns
     }
 
-    /// Fills a chunk of a row with `zero`, which holds four; `offset` bytes on
-    /// from `tile`.
+    /// Fills a chunk of a row with `zero`, four registers that hold 0. The tile begins `offset`
+    /// bytes after `tile`.
     #[track_caller]
     pub fn clear(
         &self,
@@ -198,8 +198,8 @@ impl RowCopies {
         k.store_vector(tile + within + further, zero, StoreHint::default());
     }
 
-    /// Fills one chunk of each panel of a row with `zero`, which holds four: eight
-    /// threads clear a row, in whatever order its chunks lie.
+    /// Fills one chunk of each panel of a row with `zero`, four registers that hold 0. Eight
+    /// threads clear a whole row, so the swizzle does not matter.
     #[track_caller]
     pub fn clear_row(
         &self,

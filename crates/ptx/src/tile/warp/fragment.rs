@@ -1,25 +1,25 @@
-//! The operands of `mma.sync` in registers, and the product itself.
+//! Operands of `mma.sync` in registers, and the instruction itself.
 
 use super::{MmaSum, TileWriter, WarpAccumulator, in_registers};
 use crate::{Builder, Element, F32, Instruction, MmaShape, Packed, Reg, SharedAddress, Value};
 
-/// The first operand of a product: 16 rows by 16 columns of 16-bit elements.
+/// The `A` operand of a product: 16 rows by 16 columns of 16-bit elements.
 ///
-/// Registers have two neighbours each of row `lane / 4`, of the row 8 below,
-/// and of both again 8 columns on.
+/// The four registers hold two neighbouring columns each: of row `lane / 4`, of the row 8 below,
+/// and of the same two rows 8 columns further right.
 #[derive(Clone, Copy, Debug)]
 pub struct FragmentA(pub [Packed; 4]);
 
-/// The second operand of a product: 16 rows by 8 columns of 16-bit elements.
+/// The `B` operand of a product: 16 rows by 8 columns of 16-bit elements.
 ///
-/// Registers have rows `2 * (lane % 4)` and the next of column `lane / 4`, then
-/// the same 8 rows down.
+/// The first register holds rows `2 * (lane % 4)` and the next of column `lane / 4`, the second the
+/// rows 8 below.
 #[derive(Clone, Copy, Debug)]
 pub struct FragmentB(pub [Packed; 2]);
 
 impl FragmentA {
-    /// Loads an operand that lies in shared memory as it lies in registers: 512
-    /// bytes, of which `address` has the lane's 16.
+    /// Loads an operand that lies in shared memory in fragment order: 512 bytes, of which `address`
+    /// is that of the lane's 16.
     #[track_caller]
     pub fn load(
         k: &mut Builder,
@@ -30,23 +30,22 @@ impl FragmentA {
     }
 }
 
-/// A matrix of 16-bit elements in the registers of a warp, held as the
-/// [`WarpAccumulator`](super::WarpAccumulator) that was rounded: by tile of 16
-/// rows, by group of 8 columns, two neighbours of the thread's first row and two
-/// of its second.
+/// A matrix of 16-bit elements in the registers of a warp, in the layout of the
+/// [`WarpAccumulator`](super::WarpAccumulator) it was rounded from: by tile of 16 rows, by group of
+/// 8 columns, two neighbouring elements of the thread's first row and two of its second.
 ///
-/// As it stands it is the first operand of a product over its columns; nothing
-/// goes through shared memory.
+/// The layout is also that of the `A` operand of a product over its columns, so nothing goes
+/// through shared memory.
 #[derive(Clone, Debug)]
 pub struct WarpFragment {
-    /// By tile, then by group.
+    /// The register pairs, ordered by tile, then by group.
     pairs: Vec<[Packed; 2]>,
     groups: usize,
 }
 
 impl WarpFragment {
-    /// Registers for a matrix, not yet written. Rows go in sixteens, columns in eights; operands
-    /// have sixteen columns.
+    /// Creates a matrix, not yet written. Rows are a multiple of 16, columns of 8; an operand of a
+    /// product takes 16 columns.
     #[track_caller]
     pub fn new(k: &mut Builder, element: Element, rows: u32, columns: u32) -> Self {
         if !rows.is_multiple_of(16) || !columns.is_multiple_of(8) {
@@ -59,8 +58,8 @@ impl WarpFragment {
         WarpFragment { pairs: (0..count).map(|_| pair(k)).collect(), groups }
     }
 
-    /// Rounds two neighbours of one of the thread's rows, which count through
-    /// the tiles, in a group of columns.
+    /// Rounds two neighbouring elements into a group of columns of one of the thread's rows, which
+    /// are numbered through all tiles.
     #[track_caller]
     pub fn set_pair(&self, k: &mut Builder, row: usize, group: usize, pair: [Reg<F32>; 2]) {
         match self.pairs.get(row / 2 * self.groups + group) {
@@ -79,7 +78,8 @@ impl WarpFragment {
         }
     }
 
-    /// Stores it into a tile; its columns go from a group of 8 of what the writer writes on.
+    /// Stores the matrix into a tile; its first column goes to the writer's group `group` of 8
+    /// columns.
     #[track_caller]
     pub fn store(&self, k: &mut Builder, to: &TileWriter, group: u32) {
         for (index, pairs) in self.pairs.iter().enumerate() {
@@ -90,7 +90,7 @@ impl WarpFragment {
         }
     }
 
-    /// The first operand of a product over the columns from `16 * step` on.
+    /// Returns the `A` operand of a product over the 16 columns from `16 * step` on.
     ///
     /// # Panics
     ///
@@ -104,7 +104,7 @@ impl WarpFragment {
 }
 
 impl Builder {
-    /// `d = a * b + c` on 16 x 8 x 16. All lanes of a warp call this.
+    /// Issues `d = a * b + c` of shape 16 x 8 x 16. All lanes of a warp call this.
     #[track_caller]
     pub fn mma(&mut self, d: impl Into<MmaSum>, a: FragmentA, b: FragmentB, c: impl Into<MmaSum>) {
         let (d, c) = (d.into(), c.into());

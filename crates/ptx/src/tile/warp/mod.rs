@@ -1,12 +1,10 @@
-//! The vocabulary of one warp: `ldmatrix`, `mma.sync` and `cp.async`, from
-//! Ampere on.
+//! The tile layer for single warps: `ldmatrix`, `mma.sync` and `cp.async`, from Ampere on.
 //!
-//! A product is of 16 x 8 x 16. Its accumulator is a [`MmaCell`]; a
-//! [`WarpAccumulator`] has as many as a matrix takes. Its operands are a
-//! [`FragmentA`] and a [`FragmentB`], which a [`TileReader`] loads from a
-//! swizzled tile, or which are made of rounded accumulators by a
-//! [`WarpFragment`]. [`RowCopies`] bring the rows of a tensor into such a tile, a
-//! [`TileWriter`] what a warp has rounded.
+//! One `mma.sync` multiplies 16 x 8 x 16. Its accumulator is a [`MmaCell`]; a [`WarpAccumulator`]
+//! is a matrix of such cells. Its operands are a [`FragmentA`] and a [`FragmentB`], which a
+//! [`TileReader`] loads from a swizzled tile; a [`WarpFragment`], a rounded accumulator, also gives
+//! [`FragmentA`]s. [`RowCopies`] copy rows of a tensor into a tile, and a [`TileWriter`] stores a
+//! warp's rounded results into one.
 //!
 //! ```
 //! use flashcore_ptx::*;
@@ -76,26 +74,27 @@ pub use writer::TileWriter;
 use super::{Swizzle, TileLayout};
 use crate::{Builder, Packed};
 
-/// Bytes of a row of a panel: all 32 banks, so that neither copies nor
-/// `ldmatrix` have two lanes at one.
+/// The bytes of a panel row: all 32 banks, so that neither copies nor `ldmatrix` have bank
+/// conflicts.
 const ROW: u32 = Swizzle::B128.width();
 
-/// Bytes of a chunk, the unit of the swizzle, of `ldmatrix` and of `cp.async`.
+/// The bytes of a chunk, the unit of the swizzle, of `ldmatrix` and of `cp.async`.
 const CHUNK: u32 = 16;
 
-/// Chunks of a panel's row.
+/// The number of chunks in a panel row.
 const PANEL_CHUNKS: u32 = ROW / CHUNK;
 
-/// Columns of a chunk.
+/// Returns the number of columns in a chunk.
 const fn chunk_columns(layout: TileLayout) -> u32 {
     CHUNK / layout.element.bytes()
 }
 
-/// The sizes of a matrix in the registers of a warp, where they are possible: what
-/// is built of others is refused, and shall be small.
+/// Returns the sizes of a matrix that fits into the registers of a warp. For one that does not,
+/// reports a misuse and returns small sizes: what is built of them is refused anyway and should
+/// stay small.
 #[track_caller]
 fn in_registers(k: &mut Builder, rows: u32, columns: u32) -> [u32; 2] {
-    // 32 elements a register and lane; a lane has 255.
+    // Each register holds 32 elements across the warp, and a lane has 255 registers.
     if u64::from(rows) * u64::from(columns) <= 32 * 1024 {
         return [rows, columns];
     }
@@ -103,8 +102,8 @@ fn in_registers(k: &mut Builder, rows: u32, columns: u32) -> [u32; 2] {
     [16, 16]
 }
 
-/// A warp's tiles have elements of 16 bits, or of 8 that are widened when they are read, under the
-/// widest swizzle.
+/// Reports a misuse unless the layout is one that this module handles: 16-bit elements, or 8-bit
+/// ones that are widened when they are read, with the 128-byte swizzle.
 #[track_caller]
 fn check(k: &mut Builder, layout: TileLayout) {
     if layout.swizzle != Swizzle::B128 || layout.element.bytes() > 2 {

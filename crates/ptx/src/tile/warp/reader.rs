@@ -1,36 +1,36 @@
-//! Operands of `mma.sync` out of swizzled tiles, by `ldmatrix`.
+//! Operands of `mma.sync` loaded from swizzled tiles, by `ldmatrix`.
 //!
-//! `ldmatrix` takes four 8 x 8 matrices, of which each lane addresses one row.
-//! In which order the matrices of 16 x 16 elements are taken, and whether each
-//! is transposed, says which operand they become:
+//! `ldmatrix` loads four 8 x 8 matrices; each lane gives the address of one row. The order of the
+//! four matrices in a 16 x 16 block, and whether each is transposed, determine which operand they
+//! become:
 //!
 //! | matrices | as they are | each transposed |
 //! | --- | --- | --- |
 //! | down the rows first | `A`: the tile | `B`: the tile |
 //! | along the columns first | `B`: the tile transposed | `A`: the tile transposed |
 //!
-//! The 128-byte swizzle exclusive-ors the chunk with the row's place in eight,
-//! so a step of 16 columns within a panel is another exclusive or.
+//! The 128-byte swizzle exclusive-ors the chunk index with the row index modulo 8, so that a step
+//! of 16 columns within a panel is another exclusive or.
 //!
-//! `ldmatrix` moves pairs of bytes, so a tile of 8-bit elements is read as one of
-//! half as many columns. Its elements come four to a register and are widened
-//! there, to `f16`: see [`TileReader::widened_a`] and [`TileReader::widened_b`].
+//! `ldmatrix` moves units of 16 bits, so a tile of 8-bit elements is read as one of half as many
+//! columns. Its elements arrive four to a register and are widened to `f16` there: see
+//! [`TileReader::widened_a`] and [`TileReader::widened_b`].
 
 use super::{CHUNK, FragmentA, FragmentB, ROW, check};
 use crate::tile::TileLayout;
 use crate::{Builder, Expression, Packed, Reg, SharedAddress, U32, Value};
 
-/// In which order the four matrices of 16 x 16 elements are taken.
+/// The order in which `ldmatrix` takes the four 8 x 8 matrices of a 16 x 16 block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatrixOrder {
-    /// Down the rows first: operands are the tile as it lies.
+    /// Down the rows first: the operand is the tile, not transposed.
     RowsFirst,
-    /// Along the columns first: operands are the tile transposed.
+    /// Along the columns first: the operand is the tile transposed.
     ColumnsFirst,
 }
 
-/// How the lanes of a warp address the rows of matrices, as bytes from the
-/// corner of 16 x 16 elements of a tile.
+/// The row that each lane of a warp addresses in `ldmatrix`, as an offset in bytes from the corner
+/// of a 16 x 16 block of a tile.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixLanes {
     order: MatrixOrder,
@@ -38,7 +38,7 @@ pub struct MatrixLanes {
 }
 
 impl MatrixLanes {
-    /// Matrices down the rows first.
+    /// Creates the offsets for [`MatrixOrder::RowsFirst`].
     #[track_caller]
     pub fn rows_first(k: &mut Builder, lane: Reg<U32>) -> Self {
         let (row, chunk) = (k.eval(lane % 16), k.eval(lane / 16));
@@ -46,7 +46,7 @@ impl MatrixLanes {
         MatrixLanes { order: MatrixOrder::RowsFirst, offset }
     }
 
-    /// Matrices along the columns first.
+    /// Creates the offsets for [`MatrixOrder::ColumnsFirst`].
     #[track_caller]
     pub fn columns_first(k: &mut Builder, lane: Reg<U32>) -> Self {
         let (row, chunk) = (k.eval(lane / 16 * 8 + lane % 8), k.eval(lane / 8 % 2));
@@ -55,9 +55,9 @@ impl MatrixLanes {
     }
 }
 
-/// The same with an offset for each step of 16 columns within a panel: four
-/// registers that are kept, for three exclusive ors that a loop over many small
-/// tiles would do at each.
+/// [`MatrixLanes`] with a separate offset for each of the four steps of 16 columns within a panel.
+/// It keeps four registers, and saves the three exclusive ors that a loop over many small tiles
+/// would repeat for each tile.
 #[derive(Clone, Copy, Debug)]
 pub struct SteppedLanes {
     order: MatrixOrder,
@@ -65,14 +65,14 @@ pub struct SteppedLanes {
 }
 
 impl SteppedLanes {
-    /// Matrices down the rows first.
+    /// Creates the offsets for [`MatrixOrder::RowsFirst`].
     #[track_caller]
     pub fn rows_first(k: &mut Builder, lane: Reg<U32>) -> Self {
         let MatrixLanes { order, offset } = MatrixLanes::rows_first(k, lane);
         SteppedLanes::from(k, order, offset)
     }
 
-    /// Matrices along the columns first.
+    /// Creates the offsets for [`MatrixOrder::ColumnsFirst`].
     #[track_caller]
     pub fn columns_first(k: &mut Builder, lane: Reg<U32>) -> Self {
         let row = k.eval(lane / 16 * 8 + lane % 8);
@@ -81,15 +81,16 @@ impl SteppedLanes {
         SteppedLanes::from(k, MatrixOrder::ColumnsFirst, first)
     }
 
-    /// The same from a row of the tile on, a multiple of 8.
+    /// Returns the lanes moved `row` rows down the tile; `row` is a multiple of 8.
     #[track_caller]
     pub fn rows_down(self, k: &mut Builder, row: impl Into<Value<U32>>) -> Self {
         let first = k.eval(self.offsets[0] + row.into() * ROW);
         SteppedLanes::from(k, self.order, first)
     }
 
-    /// The same a step further for each of `step`, no more than 3: only steps that are multiples of
-    /// a power of two above it are asked for then.
+    /// Returns the lanes moved `step` steps of 16 columns to the right; `step` is at most 3. The
+    /// move is an exclusive or, so only steps that are multiples of a power of two above `step` may
+    /// be read afterwards.
     #[track_caller]
     pub fn steps_on(self, k: &mut Builder, step: impl Into<Value<U32>>) -> Self {
         let first = k.eval(self.offsets[0] ^ (step.into() * (2 * CHUNK)));
@@ -106,19 +107,19 @@ impl SteppedLanes {
     }
 }
 
-/// A tile that a warp reads 16 rows by 32 bytes at a time, 16 columns of 16 bits.
-/// `row` below is the first of the rows, a multiple of 8, and `step` is the first
-/// byte of each in thirty-twos.
+/// A tile that a warp reads in blocks of 16 rows by 32 bytes, that is 16 columns of 16-bit
+/// elements. In the methods below, `row` is the block's first row, a multiple of 8, and `step` is
+/// its first byte divided by 32.
 #[derive(Clone, Debug)]
 pub struct TileReader {
     layout: TileLayout,
     order: MatrixOrder,
-    /// The lane's address for each step of a panel.
+    /// The address of the lane for each step of a panel.
     steps: Vec<Reg<SharedAddress>>,
 }
 
 impl TileReader {
-    /// Reads the tile at an address, a multiple of 1024.
+    /// Creates a reader of the tile at an address, a multiple of 1024.
     #[track_caller]
     pub fn new(
         k: &mut Builder,
@@ -136,7 +137,7 @@ impl TileReader {
         TileReader { layout, order: lanes.order, steps }
     }
 
-    /// The same by lanes that have an offset for each step.
+    /// Creates a reader of the tile at an address, with lanes that have an offset for each step.
     #[track_caller]
     pub fn stepped(
         k: &mut Builder,
@@ -152,12 +153,12 @@ impl TileReader {
         TileReader { layout, order: lanes.order, steps }
     }
 
-    /// Steps that its columns take.
+    /// Returns the number of steps that the columns of the tile take.
     pub fn steps(&self) -> u32 {
         self.layout.columns.saturating_mul(self.layout.element.bytes()).div_ceil(2 * CHUNK)
     }
 
-    /// The address of the 16 bytes that the lane gives to `ldmatrix`.
+    /// Returns the address of the 16 bytes that the lane passes to `ldmatrix`.
     ///
     /// # Panics
     ///
@@ -171,7 +172,7 @@ impl TileReader {
         panel.saturating_add(row.saturating_mul(ROW))
     }
 
-    /// The matrices of an operand.
+    /// Loads the matrices of an operand.
     #[track_caller]
     fn load<const N: usize>(
         &self,
@@ -187,13 +188,13 @@ impl TileReader {
         k.load_matrix_packed(self.layout.element, address, transpose)
     }
 
-    /// A first operand: 16 x 16 elements of the tile, or of it transposed.
+    /// Loads an `A` operand: 16 x 16 elements of the tile, or of the tile transposed.
     #[track_caller]
     pub fn a(&self, k: &mut Builder, row: u32, step: u32) -> FragmentA {
         FragmentA(self.load(k, (row, step), self.order == MatrixOrder::ColumnsFirst))
     }
 
-    /// Two second operands side by side: 16 x 16 elements of the tile, or of it
+    /// Loads two neighbouring `B` operands: 16 x 16 elements of the tile, or of the tile
     /// transposed.
     #[track_caller]
     pub fn b(&self, k: &mut Builder, row: u32, step: u32) -> [FragmentB; 2] {
@@ -201,22 +202,22 @@ impl TileReader {
         [FragmentB([a, b]), FragmentB([c, d])]
     }
 
-    /// First operands out of 16 rows by 32 columns of 8-bit elements, transposed and
-    /// widened to `f16`: of the first 16 columns and of the others. Row `i` of an
-    /// operand is column `2 * i`, row `8 + i` is the next.
+    /// Loads `A` operands from 16 rows by 32 columns of 8-bit elements, transposed and widened to
+    /// `f16`: one for the first 16 columns and one for the others. Row `i` of an operand is column
+    /// `2 * i`, row `8 + i` is column `2 * i + 1`.
     #[track_caller]
     pub fn widened_a(&self, k: &mut Builder, row: u32, step: u32) -> [FragmentA; 2] {
         self.check_widened(k);
         let matrices: [Packed; 4] = self.load(k, (row, step), true);
-        // Registers have two columns of a row, then the same of the next row.
+        // A register holds two columns of one row, then the same two columns of the next row.
         let [a, b, c, d] = matrices.map(|four| k.widen(four, [0, 2, 1, 3]));
         [FragmentA([a[0], a[1], c[0], c[1]]), FragmentA([b[0], b[1], d[0], d[1]])]
     }
 
-    /// Second operands out of 16 rows by 32 columns of 8-bit elements, transposed and
-    /// widened to `f16`: by 16 columns, and by 8 rows. Rows `2 * i` and `8 + 2 * i` of
-    /// an operand are columns `4 * i` and `4 * i + 2`, each with the next; the first
-    /// operand must have its columns in this order.
+    /// Loads `B` operands from 16 rows by 32 columns of 8-bit elements, transposed and widened to
+    /// `f16`, indexed by 16 columns and then by 8 rows. Row `2 * i` of an operand is column
+    /// `4 * i`, row `8 + 2 * i` is column `4 * i + 2`, and the row after each is the column after
+    /// it; the `A` operand must have its columns in the same order.
     #[track_caller]
     pub fn widened_b(&self, k: &mut Builder, row: u32, step: u32) -> [[FragmentB; 2]; 2] {
         self.check_widened(k);
@@ -232,14 +233,14 @@ impl TileReader {
         }
     }
 
-    /// Only the first of the two.
+    /// Loads only the first of the two operands that [`b`](TileReader::b) loads.
     #[track_caller]
     pub fn first_b(&self, k: &mut Builder, row: u32, step: u32) -> FragmentB {
         FragmentB(self.load(k, (row, step), self.order == MatrixOrder::RowsFirst))
     }
 }
 
-/// Steps of 32 bytes that a panel of the tile has.
+/// Returns the number of 32-byte steps that are used in a panel of the tile.
 fn used_steps(layout: TileLayout) -> u32 {
     layout.columns.saturating_mul(layout.element.bytes()).div_ceil(2 * CHUNK).clamp(1, 4)
 }

@@ -1,25 +1,26 @@
-//! Rounded accumulators into swizzled tiles.
+//! Stores of rounded accumulators into swizzled tiles.
 //!
-//! A lane has two neighbours of row `lane / 4` and of the row 8 below, of each group of 8 columns:
-//! a chunk. The swizzle exclusive-ors the chunk with the row's place in eight, so the 32 lanes that
-//! store a group of 8 rows have a bank each.
+//! In each group of 8 columns, which is one chunk, a lane holds two neighbouring elements of row
+//! `lane / 4` and of the row 8 below. The swizzle exclusive-ors the chunk index with the row index
+//! modulo 8, so the 32 lanes that store 8 rows of a group access 32 different banks.
 
 use super::{CHUNK, Packed, ROW, check};
 use crate::tile::TileLayout;
 use crate::{Builder, Expression, Reg, SharedAddress, U32, Value};
 
-/// A tile that a warp writes 8 rows by 8 columns at a time, as an accumulator has them.
+/// A tile into which a warp stores blocks of 8 rows by 8 columns, in the lane layout of an
+/// accumulator.
 #[derive(Clone, Copy, Debug)]
 pub struct TileWriter {
     layout: TileLayout,
-    /// Where the lane's first pair goes.
+    /// The address of the lane's first pair.
     first: Reg<SharedAddress>,
 }
 
 impl TileWriter {
-    /// Writes the tile at an address, a multiple of 1024, from a row on that is a multiple of 8, and
-    /// so many groups of 8 columns further right, no more than 7: only groups that are multiples of
-    /// a power of two above these are written then, or the ones between.
+    /// Creates a writer of the tile at an address, a multiple of 1024. It begins at `row`, a
+    /// multiple of 8, and `groups` groups of 8 columns further right, at most 7. The offset is an
+    /// exclusive or, so the groups stored later must have no bit in common with `groups`.
     #[track_caller]
     pub fn new(
         k: &mut Builder,
@@ -34,7 +35,8 @@ impl TileWriter {
         TileWriter { layout, first: k.eval(tile + row.into() * ROW + within) }
     }
 
-    /// Stores two neighbours of the lane's row, so many rows and groups of columns on.
+    /// Stores two neighbouring elements of the lane's row, `row` rows further down and `group`
+    /// groups of columns further right.
     #[track_caller]
     pub fn store(&self, k: &mut Builder, row: u32, group: u32, pair: Packed) {
         let panel_groups = ROW / CHUNK;

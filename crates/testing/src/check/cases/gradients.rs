@@ -1,4 +1,4 @@
-//! Problems whose gradients are checked.
+//! The problems whose gradients are checked.
 
 use std::collections::BTreeSet;
 
@@ -8,13 +8,13 @@ use ptx::Target;
 use super::{Case, Contents, Order, standard, thorough};
 use flashcore::{DType, Mask, Problem, Scores};
 
-/// Query heads for each key head.
+/// The numbers of query heads for each key head.
 const GROUPS: [usize; 6] = [1, 2, 3, 5, 8, 16];
 
-/// Operations of a case of the long list: the reference is computed on a CPU.
+/// The largest number of operations of a case of the long list: the reference is computed on a CPU.
 const OPERATIONS: f64 = 2e8;
 
-/// The standard set, and 1 to 16 query heads for each key head.
+/// Returns the standard set, and 1 to 16 query heads for each key head.
 ///
 /// ```
 /// use flashcore::{DType, Pass};
@@ -33,9 +33,9 @@ pub fn gradients(dtype: DType) -> Vec<Case> {
     cases.into_iter().map(backward).collect()
 }
 
-/// The long list: what the forward kernels have to get right, but for the longest, and every mask
-/// with every score rule for each pair of head dims that the backward kernel ships for, over lengths
-/// around the edges of its tiles and groups of 1 to 16 heads.
+/// Returns the long list: the problems of the forward kernels except the longest, and every mask
+/// with every score rule for each pair of head dims that the backward kernel ships for, over
+/// lengths around the edges of its tiles and groups of 1 to 16 heads.
 pub fn thorough_gradients(dtype: DType) -> Vec<Case> {
     let mut cases = thorough(dtype);
     cases.retain(|case| case.problem.visible_flops() < OPERATIONS);
@@ -50,7 +50,7 @@ pub fn thorough_gradients(dtype: DType) -> Vec<Case> {
         };
         cases.extend(rules(problem));
     }
-    // Contents of their own for each, so that no two cases make the same mistake.
+    // Each case has its own contents, so that no two cases make the same mistake.
     for (seed, case) in cases.iter_mut().enumerate().skip(first) {
         case.seed = seed as u64 + 1;
     }
@@ -61,7 +61,7 @@ fn backward(case: Case) -> Case {
     Case { problem: case.problem.backward(), ..case }
 }
 
-/// The head dims of queries and of values that the backward kernels stand for.
+/// Returns the head dims of queries and of values that backward kernels ship for.
 fn shipped_dims() -> BTreeSet<(usize, usize)> {
     let dims = |kernel| match kernel {
         Configuration::Backward(it) => Some((it.head_dim as usize, it.value_head_dim as usize)),
@@ -70,14 +70,15 @@ fn shipped_dims() -> BTreeSet<(usize, usize)> {
     kernels::shipped(Target::SM_90A).into_iter().filter_map(dims).collect()
 }
 
-/// Every mask with every score rule at every length; groups, contents and memory orders in turn.
+/// Returns every mask with every score rule at every length, with groups, contents and memory
+/// orders in turn.
 fn rules(problem: impl Fn([usize; 2], usize, usize) -> Problem) -> Vec<Case> {
     let [capped, slopes, _] = Scores::EACH_RULE;
     let scores = [Scores::default(), capped, slopes, Scores::EVERY_RULE];
     let orders = [Order::Contiguous, Order::HeadsFirst, Order::Padded];
     let mut cases = Vec::new();
-    // One, tiles of 64 and 128 queries and of 128 keys, one less and more; rows and keys that see
-    // nothing.
+    // Lengths of 1, and of tiles of 64 and 128 queries and of 128 keys, and one less and one more;
+    // some with rows that see nothing and keys that no row sees.
     for (queries, keys) in [(1, 130), (63, 129), (65, 127), (128, 128), (191, 70), (129, 257)] {
         let masks = [
             Mask::NONE,
@@ -90,7 +91,8 @@ fn rules(problem: impl Fn([usize; 2], usize, usize) -> Problem) -> Vec<Case> {
         for mask in masks {
             for scores in scores {
                 let index = cases.len();
-                // Steps that have no divisor in common with the loops': each meets each.
+                // The divisors 5 and 7 are coprime to the loop sizes, so that groups, contents and
+                // orders meet different masks and scores.
                 let group = GROUPS[index / 5 % GROUPS.len()];
                 let heads = if group > 4 { 1 } else { 2 };
                 let problem = problem([heads * group, heads], queries, keys);
@@ -117,7 +119,7 @@ mod tests {
     use super::*;
     use crate::check::gradients::arrangement;
 
-    /// Enough of it is for the kernel, and reaches each configuration that ships.
+    /// At least 2000 cases are for the kernel, and they reach every configuration that ships.
     #[test]
     fn two_thousand_cases_over_every_shipped_configuration() {
         let (mut served, mut reached, mut groups) = (0, HashSet::new(), HashSet::new());
@@ -133,7 +135,8 @@ mod tests {
         assert!(served >= 2000, "{served}");
         assert!(GROUPS.iter().all(|group| groups.contains(group)), "{groups:?}");
         for kernel in kernels::shipped(Target::SM_90A) {
-            // Those in one order, and of twice as many keys, are chosen for other reasons than a mask.
+            // Deterministic configurations, and those with twice as many keys, are not chosen
+            // because of a mask.
             if let Configuration::Backward(it) = kernel
                 && tuned_backward(it.element, it.head_dim, it.value_head_dim, it.rules) == Some(it)
             {

@@ -1,4 +1,4 @@
-//! Problems that are not kind to kernels, with the contents and memory orders that go with them.
+//! Adversarial problems, with the contents and memory orders of their tensors.
 
 mod gradients;
 mod thorough;
@@ -16,17 +16,17 @@ use flashcore::{
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Case {
-    /// What is to be computed.
+    /// The problem.
     pub problem: Problem,
-    /// What the tensors hold.
+    /// The contents of the tensors.
     pub contents: Contents,
-    /// How they lie in memory.
+    /// The memory order of the tensors.
     pub order: Order,
-    /// The seed of their random part.
+    /// The seed of the random contents.
     pub seed: u64,
 }
 
-/// What the tensors of a [`Case`] hold: standard normal numbers, changed as described.
+/// The contents of the tensors of a [`Case`]: standard normal numbers, changed as described.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Contents {
@@ -38,7 +38,7 @@ pub enum Contents {
     TinyLogits,
     /// Keys grow with their position, so that every block has a new maximum.
     GrowingLogits,
-    /// Keys shrink with their position: a kernel that begins at the last key meets growing ones.
+    /// Keys shrink with their position: a kernel that begins at the last key sees growing ones.
     FallingLogits,
     /// The last key is 30 times as large.
     LateHugeKey,
@@ -53,7 +53,7 @@ pub enum Contents {
 }
 
 impl Contents {
-    /// All that keeps every element finite and changes something.
+    /// The contents that change something and keep every element finite.
     const FINITE: [Contents; 7] = [
         Contents::HugeLogits,
         Contents::TinyLogits,
@@ -64,13 +64,13 @@ impl Contents {
         Contents::Outliers,
     ];
 
-    /// Whether every element is finite.
+    /// Returns whether every element is finite.
     pub fn is_finite(self) -> bool {
         !matches!(self, Contents::NanKey | Contents::InfiniteValue)
     }
 }
 
-/// How the tensors of a [`Case`] lie in memory.
+/// The memory order of the tensors of a [`Case`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Order {
@@ -79,32 +79,33 @@ pub enum Order {
     /// (batch, heads, length, dim) without gaps.
     HeadsFirst,
     /// (batch, length, heads, dim) with gaps after every vector, position and sequence. The gaps
-    /// hold NaN and are multiples of 8 elements, as 16-byte accesses need.
+    /// hold NaN, and strides are multiples of 16 elements, so that 16-byte accesses of any element
+    /// type are aligned.
     Padded,
 }
 
 impl Case {
-    /// Normal contents in contiguous memory.
+    /// Creates a case with normal contents in contiguous memory.
     pub fn new(problem: Problem) -> Self {
         Case { problem, contents: Contents::Normal, order: Order::Contiguous, seed: 0 }
     }
 
-    /// Set the contents.
+    /// Returns the case with other contents.
     pub fn with_contents(self, contents: Contents) -> Self {
         Case { contents, ..self }
     }
 
-    /// Set the memory order.
+    /// Returns the case in another memory order.
     pub fn with_order(self, order: Order) -> Self {
         Case { order, ..self }
     }
 
-    /// Set the seed.
+    /// Returns the case with another seed.
     pub fn with_seed(self, seed: u64) -> Self {
         Case { seed, ..self }
     }
 
-    /// Make the tensors.
+    /// Creates the tensors.
     pub fn tensors(&self) -> Result<InputTensors, Error> {
         let random = InputTensors::random(&self.problem, self.seed)?;
         Ok(InputTensors {
@@ -132,7 +133,7 @@ impl Case {
                 match (contents, role) {
                     (Contents::HugeLogits, Role::Query) => value * 200.0,
                     (Contents::TinyLogits, Role::Query) => value / 1000.0,
-                    // Positive queries make longer keys mean larger scores.
+                    // With positive queries, larger keys have larger scores.
                     (Contents::GrowingLogits | Contents::FallingLogits, Role::Query) => value.abs(),
                     (Contents::GrowingLogits, Role::Key) => {
                         value.abs() * 20.0 * (position + 1) as f32 / keys as f32
@@ -157,7 +158,7 @@ impl Case {
         Ok(changed)
     }
 
-    /// How the tensors will lie in memory.
+    /// Returns the strides and alignment that the tensors will have.
     pub fn arrangement(&self) -> Result<Arrangement, Error> {
         self.problem.validate()?;
         let strides = |shape| Ok::<_, TensorError>(self.order.layout(shape)?.strides());
@@ -171,13 +172,13 @@ impl Case {
 }
 
 impl Order {
-    /// A shape in this order.
+    /// Returns the layout of a shape in this order.
     pub fn layout(self, shape: Shape) -> Result<Layout, TensorError> {
         match self {
             Order::Contiguous => Layout::contiguous(shape),
             Order::HeadsFirst => Layout::heads_first(shape),
             Order::Padded => {
-                // Whole chunks of 16 bytes, of 8-bit tensors too.
+                // Multiples of 16 bytes, for 8-bit tensors as well.
                 let heads = shape.dim.next_multiple_of(16) + 16;
                 let length = heads * shape.heads + 32;
                 let batch = length * shape.length + 16;
@@ -186,7 +187,7 @@ impl Order {
         }
     }
 
-    /// A tensor in this order, with NaN in the gaps.
+    /// Returns a tensor in this order, with NaN in the gaps.
     pub(crate) fn arrange(self, tensor: Tensor) -> Result<Tensor, Error> {
         match self {
             Order::Contiguous => Ok(tensor),
@@ -229,11 +230,11 @@ impl std::fmt::Display for Case {
     }
 }
 
-/// The standard set for one element type: every head dim that kernels are tuned for and odd ones,
-/// lengths around the edges of tiles, unequal and zero lengths, shared heads, both masks, windows,
-/// chunks, softcaps, slopes and sinks, every content and memory order; of an 8-bit type, mixed with
-/// wider queries and under every kind of descale factors. Each is small: the set is meant to be run
-/// often.
+/// Returns the standard set of cases for one element type: every head dim that kernels are tuned
+/// for and odd ones, lengths around the edges of tiles, unequal and zero lengths, grouped heads,
+/// both masks, windows, chunks, softcaps, slopes and sinks, all contents and memory orders; for an
+/// 8-bit type, mixed with wider queries and with every kind of descale factors. Each case is small:
+/// the set is meant to be run often.
 ///
 /// ```
 /// use flashcore::DType;
@@ -249,7 +250,7 @@ pub fn standard(dtype: DType) -> Vec<Case> {
         let problem = |batch, heads, length, dim| {
             Problem::new(batch, heads, length, dim).with_dtype(dtype).with_mask(mask)
         };
-        // Head dims, value head dims of their own included.
+        // Head dims, and value head dims that differ.
         for dim in [1, 8, 40, 64, 96, 128, 192, 256] {
             cases.push(Case::new(problem(1, 2, 150, dim)));
         }
@@ -259,7 +260,7 @@ pub fn standard(dtype: DType) -> Vec<Case> {
         for length in [1, 2, 17, 63, 64, 65, 127, 128, 129, 257] {
             cases.push(Case::new(problem(1, 3, length, 64)));
         }
-        // Queries and keys that differ, up to rows that see nothing.
+        // Unequal numbers of queries and keys, down to rows that see nothing.
         for (queries, keys) in [(1, 300), (5, 64), (64, 65), (100, 31), (300, 1), (7, 0), (0, 7)] {
             cases.push(Case::new(problem(2, 2, queries, 64).with_key_length(keys)));
         }
@@ -278,7 +279,7 @@ pub fn standard(dtype: DType) -> Vec<Case> {
             cases.push(Case::new(problem(2, 4, 90, 64).with_kv_heads(2)).with_order(order));
         }
     }
-    // Windows and what changes scores, alone and together.
+    // Windows and score rules, alone and together.
     let plain = |queries, keys| {
         Problem::new(2, 4, queries, 64).with_kv_heads(2).with_key_length(keys).with_dtype(dtype)
     };
@@ -304,7 +305,7 @@ pub fn standard(dtype: DType) -> Vec<Case> {
         cases.push(Case::new(together.clone().with_mask(window)));
         cases.push(Case::new(together.with_mask(window.with_chunk(48))));
     }
-    // Without a mask: with one, whether a masked NaN is read is the kernel's own affair.
+    // Without a mask: whether a masked NaN is read is up to the kernel.
     let unmasked = Problem::new(1, 2, 100, 64).with_dtype(dtype);
     for contents in [Contents::NanKey, Contents::InfiniteValue] {
         cases.push(Case::new(unmasked.clone()).with_contents(contents));
@@ -312,7 +313,7 @@ pub fn standard(dtype: DType) -> Vec<Case> {
     each_mixture(cases, dtype)
 }
 
-/// Cases of an 8-bit type with one after the other of the mixtures that there are.
+/// Assigns the possible mixtures of an element type to the cases, in turn.
 fn each_mixture(mut cases: Vec<Case>, dtype: DType) -> Vec<Case> {
     let mixtures = mixtures(dtype);
     for (index, case) in cases.iter_mut().enumerate() {
@@ -321,8 +322,9 @@ fn each_mixture(mut cases: Vec<Case>, dtype: DType) -> Vec<Case> {
     cases
 }
 
-/// What queries, keys, values and output may be made of, and which descale factors there may be,
-/// where an element type is asked for: of 8 bits, with queries of 8 bits too and as a cache.
+/// Returns the mixtures of element types of queries, keys, values and output, and of descale
+/// factors, that are tested for an element type: for 8 bits, both with 8-bit queries and as a cache
+/// under wider queries.
 pub(crate) fn mixtures(dtype: DType) -> Vec<(DTypes, Descales)> {
     if !dtype.is_8_bit() {
         return vec![(DTypes::all(dtype), Descales::NONE)];
@@ -342,7 +344,7 @@ pub(crate) fn mixtures(dtype: DType) -> Vec<(DTypes, Descales)> {
         (DTypes { value: other, ..cache(DType::BF16) }, Descales { key: Descale::None, ..tokens }),
         (cache(DType::F16), Descales { value: Descale::PerHead, ..tokens }),
     ];
-    // Queries are floats.
+    // Queries are always floats.
     mixtures.retain(|(dtypes, _)| dtypes.query != DType::Int8);
     mixtures
 }

@@ -1,23 +1,23 @@
-//! The long list: a thousand problems for each element type.
+//! The long list: more than a thousand problems for each element type.
 
 use super::{Case, Contents, Order, each_mixture};
 use flashcore::{DType, Mask, Problem};
 
-/// One below, at and one above the edges of every tile: 64, 96, 128 and 192 rows or keys, and
-/// small multiples of them; one, and primes.
+/// Lengths of 1, primes, and one below, at and one above the edges of every tile: 64, 96, 128 and
+/// 192 rows or keys, and small multiples of them.
 const LENGTHS: [usize; 20] =
     [1, 2, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 255, 257, 383, 384, 385];
 
-/// Head dims that kernels are tuned for, with those of the values.
+/// The head dims that kernels are tuned for, of queries and of values.
 const TUNED: [(usize, usize); 6] =
     [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
 
-/// What a kernel has to get right before it is trusted: every head dim that is a multiple of 8,
-/// every length around the edges of tiles, unequal lengths down to rows that see nothing, shared
-/// heads, odd batches and head counts, more tiles than a GPU has multiprocessors, every content and
-/// memory order, each with both masks; windows, chunks and score rules.
+/// Returns what a kernel must get right before it is trusted: every head dim that is a multiple of
+/// 8, every length around the edges of tiles, unequal lengths down to rows that see nothing,
+/// grouped heads, odd batches and head counts, more tiles than a GPU has multiprocessors, all
+/// contents and memory orders, each with both masks; windows, chunks and score rules.
 ///
-/// Problems are as small as what they look for allows: the reference is computed on a CPU.
+/// Problems are as small as their purpose allows: the reference is computed on a CPU.
 pub fn thorough(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     for mask in [Mask::NONE, Mask::CAUSAL] {
@@ -33,21 +33,21 @@ pub fn thorough(dtype: DType) -> Vec<Case> {
         cases.extend(list.scales());
     }
     cases.extend(rules(dtype));
-    // Without a mask: with one, whether a masked NaN is read is the kernel's own affair.
+    // Without a mask: whether a masked NaN is read is up to the kernel.
     let unmasked = List { dtype, mask: Mask::NONE };
     for contents in [Contents::NanKey, Contents::InfiniteValue] {
         for dim in [64, 128, 256] {
             cases.push(Case::new(unmasked.problem(1, 2, 150, dim)).with_contents(contents));
         }
     }
-    // Contents of their own for each, so that no two cases make the same mistake.
+    // Each case has its own contents, so that no two cases make the same mistake.
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
     each_mixture(cases, dtype)
 }
 
-/// Windows, chunks and what changes scores, at lengths around the edges of tiles and for each head
+/// Returns windows, chunks and score rules, at lengths around the edges of tiles and for each head
 /// dim that has tiles of its own.
 fn rules(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
@@ -84,7 +84,7 @@ fn rules(dtype: DType) -> Vec<Case> {
     cases
 }
 
-/// The cases of one mask.
+/// The element type and the mask of a list of cases.
 struct List {
     dtype: DType,
     mask: Mask,
@@ -95,7 +95,7 @@ impl List {
         Problem::new(batch, heads, length, dim).with_dtype(self.dtype).with_mask(self.mask)
     }
 
-    /// Every multiple of 8, and values of another width.
+    /// Returns every multiple of 8 as a head dim, and value head dims that differ.
     fn head_dims(&self) -> Vec<Case> {
         let equal = (8..=256).step_by(8).map(|dim| (dim, dim));
         let unequal = [8, 32, 96, 128, 192, 256].into_iter().map(|dim| (dim, 64));
@@ -121,8 +121,8 @@ impl List {
         cases
     }
 
-    /// Few queries over many keys, and many over few: with a causal mask whole tiles see nothing,
-    /// and in others the blocks that are looked at first are all masked.
+    /// Returns few queries over many keys, and many over few: with a causal mask whole tiles see
+    /// nothing, and in other tiles the first key blocks to be visited are fully masked.
     fn unequal_lengths(&self) -> Vec<Case> {
         let lengths = [
             (1, 1),
@@ -152,7 +152,7 @@ impl List {
         cases
     }
 
-    /// Long enough for the tiles that are chosen for long sequences.
+    /// Returns problems long enough for the tiles that are chosen for long sequences.
     fn long(&self) -> Vec<Case> {
         let lengths: &[usize] = match self.mask {
             Mask::NONE => &[1025, 1151, 1152, 1153, 1249],
@@ -169,7 +169,7 @@ impl List {
         for contents in Contents::FINITE {
             cases.push(Case::new(self.problem(1, 1, lengths[1], 64)).with_contents(contents));
         }
-        // As many heads as it takes for a large GPU not to prefer small tiles.
+        // Enough heads that a large GPU does not prefer small tiles.
         let (heads, lengths): (usize, &[usize]) = match self.mask {
             Mask::NONE => (4, &[2049, 2112, 2113, 4097, 4161]),
             _ => (3, &[4097, 4225]),
@@ -232,7 +232,8 @@ impl List {
         cases
     }
 
-    /// More tiles than multiprocessors, so that blocks go on from one tile to the next.
+    /// Returns problems of more tiles than multiprocessors, so that persistent blocks process
+    /// several tiles.
     fn many_tiles(&self) -> Vec<Case> {
         let mut cases = Vec::new();
         for (batch, heads, queries, keys, dim) in [
@@ -248,7 +249,7 @@ impl List {
             let problem = self.problem(batch, heads, queries, dim).with_key_length(keys);
             cases.push(Case::new(problem));
         }
-        // Enough heads for the tiles of large problems, at the edges of those tiles.
+        // Enough heads that the tiles of large problems are chosen, at the edges of those tiles.
         for length in [63, 65, 97, 127, 130, 193] {
             for dim in [64, 128] {
                 cases.push(Case::new(self.problem(1, 70, length, dim)));
@@ -299,7 +300,7 @@ mod tests {
         assert!(count >= 2000, "{count}");
     }
 
-    /// All of it is for the kernel it was written for, and reaches each of its tuned tiles.
+    /// The forward kernel accepts every case, and the cases reach each of its tuned tiles.
     #[test]
     fn the_forward_kernel_takes_every_case_in_every_tile() {
         let mut tiles = std::collections::HashSet::new();

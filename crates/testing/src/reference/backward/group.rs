@@ -1,8 +1,8 @@
-//! One key/value head with the query heads that read it.
+//! The gradients of one key/value head and of the query heads that read it.
 //!
-//! The rows are taken first, each with the keys that it sees: they give dQ, the log-sum-exp and
-//! delta. Then the keys, each with the rows that see it: they give dK and dV. Scores and
-//! probabilities are computed anew for the second, as fused kernels do.
+//! Rows come first, each with the keys that it sees: they give dQ, the log-sum-exp and delta. Then
+//! come the keys, each with the rows that see it: they give dK and dV. Scores and probabilities are
+//! recomputed for the second step, as fused kernels do.
 
 use std::ops::Range;
 
@@ -25,47 +25,48 @@ pub(super) struct Group<'a, T> {
     rounding: Rounding,
     keys: Vec<T>,
     values: Vec<T>,
-    /// The largest magnitude in each key.
+    /// The largest magnitude in each key vector.
     key_sizes: Vec<f64>,
-    /// The length of each value.
+    /// The norm of each value vector.
     value_norms: Vec<f64>,
-    /// The rows of the query heads, head by head.
+    /// The rows of the query heads, one head after the other.
     rows: Vec<Row<'a, T>>,
     query_heads: usize,
 }
 
-/// One row before anything is computed.
+/// The inputs of one row.
 struct Row<'a, T> {
     query: Vec<T>,
-    /// The gradient of the row's output.
+    /// The gradient dO of the row's output.
     gradient: Vec<T>,
     rule: Rule,
     visible: Range<usize>,
-    /// The problem's functions.
+    /// The problem's mask and score functions, bound to the row.
     functions: RowFunctions<'a>,
-    /// Minus infinity where there is none.
+    /// The sink of the head; minus infinity without one.
     sink: T,
-    /// The length of the output's gradient.
+    /// The norm of dO.
     gradient_norm: f64,
-    /// What the forward pass left, where it is not computed anew.
+    /// The saved forward pass, or `None` to recompute it.
     forward: Option<Forward<T>>,
 }
 
-/// The forward pass of a row.
+/// The result of the forward pass of a row.
 #[derive(Clone)]
 struct Forward<T> {
     lse: T,
     output: Vec<T>,
 }
 
-/// What a row comes to.
+/// The result of the backward pass of a row.
 struct Done<T> {
-    /// Nothing for a row without weight, whose gradients are zero whatever it was given.
+    /// The log-sum-exp; `None` for a row without weight, whose gradients are zero whatever its
+    /// inputs are.
     lse: Option<T>,
     delta: T,
     /// dQ.
     query: Vec<T>,
-    /// What the row adds to the gradient of its head's sink.
+    /// The contribution of the row to the gradient of its head's sink.
     sink: T,
     /// |dO| times |O|.
     size: f64,
@@ -82,14 +83,14 @@ where
     }
 }
 
-/// A row with one of the keys that it sees.
+/// The contribution of one key to a row that sees it.
 struct Pair<T> {
     probability: T,
-    /// The gradient of the product of query and key, without the scale.
+    /// The gradient dS of the product of query and key, without the scale.
     gradient: T,
-    /// How large the numbers are whose difference the gradient has.
+    /// The size of the numbers whose difference gives the gradient.
     size: f64,
-    /// The same of the least weight that f32 has.
+    /// The same size at a weight of [`SMALLEST_ROUNDED`].
     least: f64,
 }
 
@@ -101,7 +102,7 @@ struct OfKey<T> {
 }
 
 impl<T> Row<'_, T> {
-    /// The keys that it sees.
+    /// Returns the keys that the row sees.
     fn seen(&self) -> Vec<usize> {
         let mut functions = self.functions.clone();
         self.visible.clone().filter(|key| functions.sees(*key)).collect()
@@ -209,7 +210,7 @@ impl<'a, T: Number> Group<'a, T> {
         }
     }
 
-    /// Vectors one after the other, as they are stored in the end.
+    /// Returns the vectors one after the other, rounded as they are stored.
     fn stored<'v>(&self, vectors: impl Iterator<Item = &'v Vec<T>>) -> Vec<f64>
     where
         T: 'v,
@@ -225,14 +226,14 @@ impl<'a, T: Number> Group<'a, T> {
         &self.values[key * self.value_dim..][..self.value_dim]
     }
 
-    /// The product of a row's query with a key, and the score that it becomes.
+    /// Returns the product of a row's query with a key, and its score.
     fn score(&self, row: &Row<'_, T>, key: usize) -> (T, T) {
         let product = dot(&row.query, self.key_vector(key));
         let score = row.rule.score(product.into(), key);
         (product, T::nearest(row.functions.clone().score(key, score)))
     }
 
-    /// The forward pass of a row that is computed anew; nothing where no key has weight.
+    /// Recomputes the forward pass of a row; `None` where no key has weight.
     fn forward(&self, row: &Row<'_, T>) -> Option<Forward<T>> {
         let seen = row.seen();
         let scores: Vec<T> = seen.iter().map(|key| self.score(row, *key).1).collect();
@@ -244,11 +245,11 @@ impl<'a, T: Number> Group<'a, T> {
         Some(Forward { lse, output })
     }
 
-    /// The forward pass of a row and its query's gradient.
+    /// Computes the backward pass of a row: delta, dQ, and its part of the sink's gradient.
     fn row(&self, row: &Row<'_, T>) -> Done<T> {
         let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
         let forward = match &row.forward {
-            // A sink alone gives an output of zero, and nothing depends on anything.
+            // A sink alone gives an output of zero, which depends on nothing.
             _ if row.visible.is_empty() => None,
             Some(saved) => Some(saved.clone()).filter(|it| it.lse.into() != f64::NEG_INFINITY),
             None => self.forward(row),
@@ -279,12 +280,12 @@ impl<'a, T: Number> Group<'a, T> {
         done
     }
 
-    /// What a row makes of a key that it sees.
+    /// Computes the probability and the gradient of a key that a row sees.
     fn pair(&self, row: &Row<'_, T>, done: &Done<T>, lse: T, key: usize) -> Pair<T> {
         let (product, score) = self.score(row, key);
         let probability = (score - lse).exp();
         let difference = dot(&row.gradient, self.value_vector(key)) - done.delta;
-        // The derivative of the tangent, of which f32 keeps little where the cap is reached.
+        // The derivative of tanh is `1 - tanh^2`, which loses most of its bits in f32 near the cap.
         let part = T::nearest(row.rule.part_of_cap(product.into()));
         let of_function = {
             let before = row.rule.score(product.into(), key);
@@ -292,7 +293,7 @@ impl<'a, T: Number> Group<'a, T> {
         };
         let slope = (T::from(1.0) - part * part) * of_function;
         let lost = (part * part * difference).into().abs();
-        // A function's slope may be such a difference too.
+        // The derivative of a score function may cancel in the same way.
         let lost = lost + if of_function.into() == 1.0 { 0.0 } else { difference.into().abs() };
         let size = row.gradient_norm * self.value_norms[key] + done.size;
         let size = slope.into().abs() * size + lost;
@@ -304,7 +305,7 @@ impl<'a, T: Number> Group<'a, T> {
         }
     }
 
-    /// The gradients of one key and its value, by every row that sees it.
+    /// Computes the gradients of one key and its value, over every row that sees it.
     fn key(&self, key: usize, done: &[Done<T>]) -> OfKey<T> {
         let mut sums = OfKey {
             key: vec![T::default(); self.dim],
@@ -336,7 +337,7 @@ impl<'a, T: Number> Group<'a, T> {
     }
 }
 
-/// Nothing where no score and no sink has weight.
+/// Returns the log-sum-exp of the scores and the sink; `None` where none of them has weight.
 fn log_sum_exp<T: Number>(scores: &[T], sink: T) -> Option<T> {
     let wide = scores.iter().map(|score| -> f64 { (*score).into() });
     let maximum = wide.fold(sink.into(), f64::max);

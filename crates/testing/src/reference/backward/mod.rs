@@ -1,5 +1,5 @@
-//! What the gradients should be: the backward pass in f64, and the plain algorithm in the
-//! problem's own precision as the yardstick for errors.
+//! The reference for gradients: the backward pass in f64, and a baseline, the plain algorithm in
+//! the problem's own precision, as the yardstick for errors.
 //!
 //! With the scores s of a row, its sink, its output O and the gradient dO of that output:
 //!
@@ -10,8 +10,8 @@
 //! dsink = - sum over rows of exp(sink - lse) * delta
 //! ```
 //!
-//! Neither reads what a mask hides. A row that sees nothing, and a key that nobody sees, have
-//! gradients of exactly zero. The work falls apart by key/value head, so a sample of these can be
+//! Neither reads masked keys. A row that sees no key, and a key that no row sees, have gradients of
+//! exactly zero. Key/value heads are independent of each other, so that a sample of them can be
 //! checked when all would take too long.
 
 mod group;
@@ -25,11 +25,12 @@ use number::{Number, Rounding};
 
 use super::{Rows, SMALLEST, attention, choose};
 
-/// The least weight that f32 has a rounding of.
+/// The weight whose f32 rounding error is the smallest normal number. Tolerances multiply noise by
+/// epsilon, so noise of this size allows for weights that f32 flushes to zero.
 const SMALLEST_ROUNDED: f64 = SMALLEST / f32::EPSILON as f64;
 
-/// The key/value heads whose gradients to compute, with the query heads that read them: all of a
-/// problem's, or some of them.
+/// The key/value heads whose gradients are computed, with the query heads that read them: all of a
+/// problem's, or a sample.
 ///
 /// ```
 /// use flashcore::Problem;
@@ -41,20 +42,20 @@ const SMALLEST_ROUNDED: f64 = SMALLEST / f32::EPSILON as f64;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heads {
-    /// Sequence and key/value head, sorted.
+    /// The sequence and the key/value head of each, sorted.
     chosen: Vec<(usize, usize)>,
-    /// Whether these are all.
+    /// Whether these are all heads of the problem.
     all: bool,
 }
 
 impl Heads {
-    /// Those of every sequence.
+    /// Returns the heads of every sequence.
     pub fn all(problem: &Problem) -> Self {
         Heads::sample(problem, usize::MAX, 0)
     }
 
-    /// `count` different ones, or all if there are no more: the first and the last, the others at
-    /// random.
+    /// Returns `count` different heads, or all if there are no more: the first and the last, the
+    /// others at random.
     pub fn sample(problem: &Problem, count: usize, seed: u64) -> Self {
         let total = problem.batch * problem.kv_heads;
         let head = |index: usize| (index / problem.kv_heads, index % problem.kv_heads);
@@ -62,17 +63,17 @@ impl Heads {
         Heads { all: chosen.len() == total, chosen }
     }
 
-    /// How many.
+    /// Returns the number of heads.
     pub fn len(&self) -> usize {
         self.chosen.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no heads.
     pub fn is_empty(&self) -> bool {
         self.chosen.is_empty()
     }
 
-    /// Whether these are all that the problem has.
+    /// Returns whether these are all heads of the problem.
     pub fn are_all(&self) -> bool {
         self.all
     }
@@ -81,48 +82,49 @@ impl Heads {
 /// The gradients of one key/value head and of the query heads that read it.
 #[derive(Debug, Clone)]
 pub struct HeadGradients {
-    /// The sequence.
+    /// The index of the sequence.
     pub sequence: usize,
-    /// The key/value head.
+    /// The index of the key/value head.
     pub kv_head: usize,
-    /// Those of the queries, by query head of the group, query and element.
+    /// dQ, by query head of the group, query and element.
     pub query: Vec<f64>,
-    /// Those of the keys, by key and element.
+    /// dK, by key and element.
     pub key: Vec<f64>,
-    /// Those of the values, by key and element.
+    /// dV, by key and element.
     pub value: Vec<f64>,
-    /// What this sequence adds to the gradient of each query head's sink.
+    /// The contribution of this sequence to the gradient of each query head's sink.
     pub sinks: Vec<f64>,
-    /// The row sums of dO * O, by query head of the group and query.
+    /// Delta, the row sums of dO * O, by query head of the group and query.
     pub delta: Vec<f64>,
-    /// What f32 sums are uncertain of in each.
+    /// The uncertainty of each gradient due to f32 sums.
     pub noise: Noise,
     /// The largest magnitude of a finite log-sum-exp.
     pub largest_lse: f64,
 }
 
-/// How large the numbers are that cancel in a gradient, as far as their f32 roundings add up: the
-/// root of the sum of their squares, and of these the largest.
+/// The size of the numbers that cancel in a gradient, as far as their f32 roundings accumulate: the
+/// root of the sum of their squares, maximised over the elements.
 ///
 /// Where a row sees one key, dP and delta are the same number and dS is zero. Summed in f32 in two
-/// orders they differ by roundings of |dO| |V|, which no baseline need show. To that come weights too
-/// small for f32, in whose place it may have zero.
+/// different orders, they differ by roundings of |dO| |V|, which a baseline need not show. Weights
+/// that are too small for f32, in whose place it may have zero, add to this.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Noise {
-    /// In the gradients of queries.
+    /// The noise of dQ.
     pub query: f64,
-    /// In the gradients of keys.
+    /// The noise of dK.
     pub key: f64,
-    /// In the gradients of values.
+    /// The noise of dV.
     pub value: f64,
-    /// In the gradients of sinks.
+    /// The noise of the sinks' gradients.
     pub sinks: f64,
-    /// In the row sums.
+    /// The noise of delta.
     pub delta: f64,
 }
 
 impl Noise {
-    /// The larger of each. Where numbers are not finite there is nothing to allow for.
+    /// Returns the larger of each. Noise that is not finite is ignored: where numbers are not
+    /// finite there is no tolerance to widen.
     pub(crate) fn max(self, other: Noise) -> Self {
         let larger = |one: f64, other: f64| match other.is_finite() {
             true => one.max(other),
@@ -141,15 +143,15 @@ impl Noise {
 /// The gradients of some heads.
 #[derive(Debug, Clone)]
 pub struct Gradients {
-    /// Head by head.
+    /// The gradients of each head.
     pub heads: Vec<HeadGradients>,
     /// Whether these are all heads of the problem.
     pub all: bool,
 }
 
 impl Gradients {
-    /// The gradient of each query head's sink, over all sequences; nothing unless every head is
-    /// here.
+    /// Returns the gradient of each query head's sink, summed over all sequences, or `None` unless
+    /// every head is present.
     pub fn sinks(&self, problem: &Problem) -> Option<Vec<f64>> {
         let mut sums = vec![0.0; problem.query_heads];
         for head in &self.heads {
@@ -162,7 +164,7 @@ impl Gradients {
     }
 }
 
-/// The gradients in f64, of `sum(output * output_gradient)` on the inputs as they are.
+/// Computes the gradients of `sum(output * output_gradient)` in f64, on the inputs as they are.
 ///
 /// ```
 /// use flashcore_testing::reference::{self, Heads};
@@ -191,15 +193,15 @@ pub fn gradients(
     by_head(problem, inputs, output_gradient, heads, progress, of_head)
 }
 
-/// The plain algorithm in the problem's precision over what the backward pass is given: products and
-/// sums in f32, P and dS rounded to the element type before they are multiplied with, and the results
-/// rounded to it.
+/// Computes the plain algorithm in the problem's precision from what the forward pass saved:
+/// products and sums in f32, P and dS rounded to the element type before they are multiplied, and
+/// the results rounded to it.
 ///
-/// What the forward pass saved was rounded by it, and whoever computes gradients of that has this
-/// error in them. Where one key has almost all the weight of a row it is the largest there is: the
-/// row's gradient is the product of that key and one number, which is what the rounding leaves of two
-/// that cancel. A baseline with a forward pass of its own would have another such number, small or
-/// large by chance, and measure nothing.
+/// The forward pass rounded what it saved, and every backward pass inherits this error. Where one
+/// key has almost all the weight of a row, it is the largest error there is: the row's gradient is
+/// the product of that key and one number, which is what the rounding leaves of two numbers that
+/// cancel. A baseline with its own forward pass would have a different such number, small or large
+/// by chance, and would measure nothing.
 pub fn gradients_baseline(
     problem: &Problem,
     backward: Backward<'_>,
@@ -215,16 +217,16 @@ pub fn gradients_baseline(
     by_head(problem, inputs, output_gradient, heads, progress, of_head)
 }
 
-/// What a forward pass saved.
+/// The results of a forward pass that the backward pass uses.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
     output: &'a Tensor,
     lse: &'a [f32],
 }
 
-/// What a forward pass saves: its output, exact and then rounded, and its log-sum-exps in the order
-/// (batch, query heads, query length), or (query heads, rows) where queries are packed. Rows that
-/// are of no sequence are NaN.
+/// Computes what a forward pass saves: its output, exact and then rounded, and its log-sum-exps in
+/// the order (batch, query heads, query length), or (query heads, rows) where queries are packed.
+/// Rows that belong to no sequence are NaN.
 pub fn saved(problem: &Problem, inputs: Inputs<'_>) -> Result<(Tensor, Vec<f32>), Error> {
     let sequences = Sequences::of(problem, inputs);
     let rows = Rows::of(&sequences);
@@ -245,7 +247,7 @@ pub fn saved(problem: &Problem, inputs: Inputs<'_>) -> Result<(Tensor, Vec<f32>)
     Ok((output, lse))
 }
 
-/// Refuse a gradient of the output that has not the output's shape or element type.
+/// Returns an error unless the gradient of the output has the output's shape and element type.
 fn validate(problem: &Problem, gradient: &Tensor) -> Result<(), InputError> {
     let tensor = "the gradient of the output";
     let (given, expected): (_, DType) = (gradient.dtype(), problem.dtypes.output);
@@ -275,7 +277,8 @@ fn by_head<'a, T: Number>(
         progress.begin(heads.len() as u64);
     }
     let mut gradients = Vec::with_capacity(heads.len());
-    // One head after the other, each on all cores: only one is held as wide numbers.
+    // Heads are computed one after the other, each on all cores, so that only one is held in wide
+    // numbers.
     for &head in &heads.chosen {
         gradients.push(of_head(&sequences, head).gradients());
         if let Some(progress) = progress {

@@ -1,14 +1,15 @@
-//! The numbers that a backward pass is computed in, and what rounds them in between.
+//! The number types in which the backward pass is computed, and the roundings in between.
 
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Mul, Sub};
 
 use flashcore::DType;
 
-/// Partial sums of a dot product; one would be a chain of dependent additions.
+/// The number of partial sums of a dot product; a single one would be a chain of dependent
+/// additions.
 const LANES: usize = 8;
 
-/// f64 for the truth, f32 for the baseline.
+/// A number type: f64 for the reference, f32 for the baseline.
 pub(super) trait Number:
     Copy
     + Send
@@ -22,10 +23,10 @@ pub(super) trait Number:
     + AddAssign
     + Sum
 {
-    /// The nearest.
+    /// Returns the nearest number of this type.
     fn nearest(value: f64) -> Self;
 
-    /// e to the power of it.
+    /// Returns e to the power of this number.
     fn exp(self) -> Self {
         Self::nearest(self.into().exp())
     }
@@ -43,17 +44,17 @@ impl Number for f32 {
     }
 }
 
-/// What is stored between two products, and in the end.
+/// The rounding of intermediate matrices between two products, and of the results.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Rounding {
-    /// As it is.
+    /// No rounding.
     None,
-    /// As a number of this type.
+    /// Rounding to this element type.
     To(DType),
 }
 
 impl Rounding {
-    /// A number as it is stored.
+    /// Returns a number as it is stored.
     pub(super) fn store<T: Number>(self, value: T) -> T {
         match self {
             Rounding::None => value,
@@ -61,8 +62,9 @@ impl Rounding {
         }
     }
 
-    /// A number as it is stored between two products. One beyond f16's range stays as it is:
-    /// an infinite one would turn a row into NaN, and a yardstick of NaN measures nothing.
+    /// Returns a number as it is stored between two products. A number beyond f16's range stays
+    /// unrounded: an infinite one would turn a row into NaN, and a baseline of NaN measures
+    /// nothing.
     pub(super) fn between<T: Number>(self, value: T) -> T {
         let stored = self.store(value);
         if stored.into().is_infinite() { value } else { stored }
@@ -84,20 +86,20 @@ pub(super) fn dot<T: Number>(one: &[T], other: &[T]) -> T {
     sums.into_iter().sum()
 }
 
-/// `to += factor * from`.
+/// Computes `to += factor * from`.
 pub(super) fn add_multiple<T: Number>(to: &mut [T], factor: T, from: &[T]) {
     for (to, from) in to.iter_mut().zip(from) {
         *to += factor * *from;
     }
 }
 
-/// The Euclidean length of a vector.
+/// Returns the Euclidean norm of a vector.
 pub(super) fn norm<T: Number>(vector: &[T]) -> f64 {
     let square = |value: &T| -> f64 { (*value * *value).into() };
     vector.iter().map(square).sum::<f64>().sqrt()
 }
 
-/// The largest magnitude in a vector.
+/// Returns the largest magnitude in a vector.
 pub(super) fn largest<T: Number>(vector: &[T]) -> f64 {
     vector.iter().map(|value| (*value).into().abs()).fold(0.0, f64::max)
 }
