@@ -6,13 +6,13 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `attention`, `backward` | plans of attention and of its gradients |
+//! | `attention` | plans of attention, forward and backward |
 //! | `append`, `combine` | plans of the serving kernels around attention |
 //! | `tensors` | what a launch of attention reads and writes |
 //! | `executable` | compiled launches with their arguments bound, for every family |
 //! | `workspace` | scratch memory of launches, one per stream |
 //! | `plans` | the cache of plans |
-//! | `backend` | attention over tensors in host memory |
+//! | `backend`, `backward` | attention and gradients over tensors in host memory |
 //! | `kernel`, `warm` | compilation |
 //! | `lists`, `guarded` | lists on the device, and results between guard zones |
 
