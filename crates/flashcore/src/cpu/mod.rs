@@ -1,19 +1,19 @@
-//! Attention on the CPU: the same blocked online softmax as on a GPU, over all cores.
+//! Attention on the CPU: the blocked online softmax of FlashAttention, over all cores.
 //!
 //! A task is one block of queries, with every query head that reads the same key/value head. It
-//! walks over the visible keys in steps, so memory grows with the sequence length and not with its
-//! square. Which rows a task owns is settled before the threads start: every row of the output is
-//! handed to exactly one task. Where queries are few, a task is a chunk of the keys instead.
+//! walks over the visible keys in steps, so memory grows linearly with the sequence length. The
+//! assignment of rows to tasks is fixed before the threads start: every row of the output is handed
+//! to exactly one task. Where queries are few, a task is a chunk of the keys instead (split-KV).
 //!
 //! | file | its subject |
 //! | --- | --- |
 //! | `block` | the walk of a task over its keys |
-//! | `vectors` | rows of tensors as numbers |
-//! | `tile` | products of matrices in registers |
+//! | `vectors` | rows of tensors as f32 numbers, with descale factors applied |
+//! | `tile` | matrix products in register tiles |
 //! | `softmax` | scores, masks and the online softmax |
-//! | `exp` | exponential and tangent |
+//! | `exp` | exponential and hyperbolic tangent |
 //! | `backward` | gradients |
-//! | `threads` | the threads of this process |
+//! | `threads` | the thread pool of this process |
 
 mod backward;
 mod block;
@@ -45,18 +45,18 @@ use crate::serving::Sequences;
 use crate::tensor::{Element, Tensor, with_elements};
 use kernels::attention::function::Here;
 
-/// The CPU as a back end.
+/// The CPU back end.
 ///
 /// It serves every length, mask and element type; see [`Backend`] for an example.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CpuBackend {}
 
-/// The forward kernel's name.
+/// Name of the forward kernel.
 const KERNEL: &str = "blocked";
-/// The name of the kernel that computes gradients.
+/// Name of the backward kernel.
 const BACKWARD: &str = "backward";
 
-/// The kernel of a pass.
+/// Returns the name of the kernel of a pass.
 pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
     match pass {
         Pass::Forward => KERNEL,
@@ -64,19 +64,19 @@ pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
     }
 }
 
-/// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
-/// dim, and nobody has asked for a hundredth of it.
+/// The largest supported head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at
+/// this dim; head dims in use are below a hundredth of it.
 const MAX_HEAD_DIM: usize = 1 << 16;
 
 impl CpuBackend {
-    /// The back end over the threads of this process. Starts none.
+    /// Creates the back end over the threads of this process. Starts none.
     pub fn new() -> Self {
         CpuBackend {}
     }
 
-    /// Does some work of this back end on one of its threads, while the calling thread calls `watch`
-    /// again and again, a period apart. For those who wait and have something to look after, and
-    /// perhaps reason to [cancel](Cancellation) the work.
+    /// Runs some work of this back end on one of its threads, while the calling thread calls
+    /// `watch` once per `period`. For callers that have something to look after while they wait,
+    /// and may want to [cancel](Cancellation) the work.
     ///
     /// ```
     /// use std::time::Duration;
@@ -202,7 +202,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Who looks on.
+/// The observers of a run: progress and cancellation.
 #[derive(Clone, Copy)]
 struct Watch<'a> {
     progress: Option<&'a dyn Progress>,
@@ -216,12 +216,12 @@ impl Watch<'_> {
         }
     }
 
-    /// An error if the work was given up.
+    /// Returns an error if the run was cancelled.
     fn check(&self) -> Result<(), BackendError> {
         self.cancellation.map_or(Ok(()), Cancellation::check)
     }
 
-    /// A task is done, or was given up.
+    /// Reports a finished task, or returns an error if the run was cancelled.
     fn advance(&self) -> Result<(), BackendError> {
         self.check()?;
         if let Some(progress) = self.progress {
@@ -231,7 +231,7 @@ impl Watch<'_> {
     }
 }
 
-/// One sequence after the other, each gathered into tensors of its own.
+/// Computes one sequence after the other, each gathered into tensors of its own.
 fn attend_sequences(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -261,7 +261,7 @@ fn attend_sequences(
     Ok(())
 }
 
-/// What the arithmetic is compiled for, chosen when the program starts.
+/// Returns the name of the instruction set that the arithmetic uses, which is chosen at run time.
 fn instruction_set() -> &'static str {
     #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
     match pulp::Arch::new() {
@@ -272,19 +272,19 @@ fn instruction_set() -> &'static str {
     if cfg!(target_arch = "aarch64") { "NEON" } else { "the architecture's baseline instructions" }
 }
 
-/// A block of queries of the heads that share a key/value head, with the results that belong to
-/// it.
+/// A block of queries of the heads that share a key/value head, with the part of the results that
+/// it writes.
 struct Task<'a, T> {
     batch: usize,
     kv_head: usize,
     first_query: usize,
-    /// For each query, the outputs of the heads, one after the other.
+    /// For each query, the outputs of the heads of the group, one after the other.
     output: Vec<&'a mut [T]>,
-    /// For each head, the log-sum-exps of the queries.
+    /// For each head of the group, the log-sum-exps of the queries.
     lse: Vec<&'a mut [f32]>,
 }
 
-/// What is computed, and where it goes.
+/// The inputs and outputs of a computation.
 struct Call<'a, T> {
     problem: &'a Problem,
     inputs: Inputs<'a>,
@@ -293,15 +293,15 @@ struct Call<'a, T> {
     watch: Watch<'a>,
 }
 
-/// Compute on all threads.
+/// Computes attention on all threads.
 fn attend<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     let problem = call.problem;
     if problem.rows() == 0 {
         return Ok(());
     }
     let rows = problem.query_length * problem.group_size();
-    // Chunks of keys are put together by sums of their own: with them, bits depend on how many
-    // queries there are.
+    // Merging chunks of keys changes the order of additions: the bits of a query would depend on
+    // how many queries come with it.
     if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK && !problem.batch_invariant {
         attend_in_chunks(call)
     } else {
@@ -309,7 +309,7 @@ fn attend<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     }
 }
 
-/// Many queries: a task is a block of them over all keys.
+/// Computes many queries: a task is a block of queries over all keys.
 fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     let Call { problem, inputs, output, lse, watch } = call;
     let group = problem.group_size();
@@ -342,14 +342,14 @@ fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     })
 }
 
-/// Keys of a task where queries are few.
+/// Keys per task where queries are few.
 const KEY_CHUNK: usize = 16 * KEY_BLOCK;
 
-/// Chunks whose results are held at once, where threads are few.
+/// Minimum number of chunks whose results are held at once.
 const CHUNKS: usize = 128;
 
-/// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
-/// and what the chunks come to is put together. Chunks are the same on any number of threads.
+/// Computes few queries: a task is a chunk of the keys for all heads, which are adjacent in memory,
+/// and the results of the chunks are merged. The chunks do not depend on the number of threads.
 fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     let Call { problem, inputs, output, lse, watch } = call;
     let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
@@ -363,7 +363,7 @@ fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
         let mut blocks = room_for("blocks of queries", problem.kv_heads)?;
         for kv_head in 0..problem.kv_heads {
             let mut block = Block::new(shape, queries * group)?;
-            // A sink counts once.
+            // Only the first chunk counts the sink.
             begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
             blocks.push(with_head(block, problem, inputs, batch, kv_head));
         }
@@ -375,7 +375,7 @@ fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     };
     let mut whole: Vec<Block<'_>> = Vec::new();
     let mut row = vec![0.0; problem.value_head_dim];
-    // Chunks grow in number with the keys: what they come to is held for some of them at a time.
+    // The number of chunks grows with the keys: only some of their results are held at a time.
     let (tasks, round) = (problem.batch * chunks, CHUNKS.max(TASKS * rayon::current_num_threads()));
     for first in (0..tasks).step_by(round) {
         let tasks = (first..tasks.min(first + round)).into_par_iter();
@@ -405,7 +405,7 @@ fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// A block with the keys and values that it reads.
+/// Returns a block with the keys and values that it reads.
 fn with_head<'a>(
     block: Block<'a>,
     problem: &Problem,
@@ -417,8 +417,8 @@ fn with_head<'a>(
     (block, key, Vectors::value(problem, inputs, batch, kv_head))
 }
 
-/// The rows (query, head) of a block. The heads of one query are neighbours, so that a block reaches
-/// over few queries and few keys are loaded in vain.
+/// Returns the rows (query, head) of a block. The heads of one query are adjacent, so that a block
+/// spans few queries and few keys are loaded in vain.
 fn rows(
     queries: Range<usize>,
     kv_head: usize,
@@ -428,7 +428,7 @@ fn rows(
     queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
 }
 
-/// Begin a block with the rows of some queries.
+/// Initializes a block with the rows of some queries.
 fn begin<'a>(
     block: &mut Block<'a>,
     problem: &Problem,
@@ -451,7 +451,7 @@ fn begin<'a>(
     block.begin(problem.scale(), vectors, rules);
 }
 
-/// Where a row stands, for functions.
+/// Returns the indices of a row as functions see them.
 fn here(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> Here {
     let length = |length: usize| i32::try_from(length).unwrap_or(i32::MAX);
     Here {
@@ -463,7 +463,7 @@ fn here(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query:
     }
 }
 
-/// What the softmax is to know of a row, but for functions.
+/// Returns the mask and score rules of a row, without functions.
 fn rule(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -480,16 +480,17 @@ fn rule(
     }
 }
 
-/// Tasks for each thread, where there are as many: causal ones differ in size, and threads in speed.
+/// Tasks per thread, where there are enough rows: causal tasks differ in size, and threads in
+/// speed.
 const TASKS: usize = 8;
 
-/// Queries of a task.
+/// Returns the number of queries per task.
 fn query_block(problem: &Problem, threads: usize) -> usize {
     let rows = (problem.rows() / (threads * TASKS)).clamp(MIN_ROWS, MAX_ROWS);
     (rows / problem.group_size()).clamp(1, problem.query_length)
 }
 
-/// The tasks in the order (batch, key/value head, first query).
+/// Returns the tasks in the order (batch, key/value head, first query).
 fn tasks<'a, T>(
     problem: &Problem,
     block: usize,
@@ -509,7 +510,7 @@ fn tasks<'a, T>(
             lse: room_for(what, group)?,
         });
     }
-    // Rows of the log-sum-exp lie head by head, and those of the output query by query.
+    // Log-sum-exps are stored head by head, outputs query by query.
     for (head, lse) in lse.chunks_mut(problem.query_length).enumerate() {
         for (task, lse) in lse.chunks_mut(block).enumerate() {
             tasks[head / group * blocks + task].lse.push(lse);

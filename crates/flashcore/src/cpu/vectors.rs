@@ -1,4 +1,4 @@
-//! The vectors of a head as the numbers that they stand for.
+//! The vectors of a head as f32 numbers, with descale factors applied.
 
 use crate::inputs::Inputs;
 use crate::problem::{Descale, Problem};
@@ -19,32 +19,32 @@ enum Factors<'a> {
 }
 
 impl<'a> Vectors<'a> {
-    /// Without factors.
+    /// Reads a head without factors.
     #[cfg(test)]
     pub(super) fn plain(head: Head<'a>) -> Self {
         Vectors { head, factors: Factors::None }
     }
 
-    /// Of a head of the queries.
+    /// Reads a head of the queries.
     pub(super) fn query(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let factors = inputs.descales.query;
         let factors = Factors::of(problem.descales.query, factors, batch, problem.kv_head(head));
         Vectors { head: inputs.query.head(batch, head), factors }
     }
 
-    /// Of a head of the keys.
+    /// Reads a head of the keys.
     pub(super) fn key(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let factors = Factors::of(problem.descales.key, inputs.descales.key, batch, head);
         Vectors { head: inputs.key.head(batch, head), factors }
     }
 
-    /// Of a head of the values.
+    /// Reads a head of the values.
     pub(super) fn value(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let factors = Factors::of(problem.descales.value, inputs.descales.value, batch, head);
         Vectors { head: inputs.value.head(batch, head), factors }
     }
 
-    /// Write the vector at a position into `row`.
+    /// Writes the vector at a position into `row`.
     #[inline(always)]
     pub(super) fn read(&self, position: usize, row: &mut [f32]) {
         self.head.read(position, row);
