@@ -1,4 +1,4 @@
-//! Attention on candle tensors in host memory.
+//! Attention over candle tensors in host memory.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Storage};
@@ -12,12 +12,12 @@ use crate::arguments::Call;
 use crate::operation::Saved;
 use crate::wrap;
 
-/// Output and log-sum-exp.
+/// Computes output and log-sum-exp.
 pub(crate) fn attend(
     call: &Call,
     tensors: [(&CpuStorage, &Layout); 3],
 ) -> Result<(CpuStorage, Vec<f32>)> {
-    // A cache may be much larger than the sequences in it are.
+    // A cache may be much larger than the sequences in it: only their rows are copied.
     let in_cache = !call.problem.has_equal_lengths() && !call.problem.keys.is_packed();
     let given = Given::new(call, tensors, in_cache)?;
     let (problem, inputs) = given.sequences.over(given.inputs()).map_err(wrap)?;
@@ -25,7 +25,7 @@ pub(crate) fn attend(
     Ok((storage(result.output)?, result.lse))
 }
 
-/// Gradients of query, key and value.
+/// Computes the gradients of query, key and value.
 pub(crate) fn differentiate(
     call: &Call,
     inputs: [&candle_core::Tensor; 3],
@@ -68,8 +68,8 @@ struct Given {
 }
 
 impl Given {
-    /// With `gathered`, only the keys and values that belong to a sequence are read, into tensors
-    /// where they follow each other.
+    /// Reads the tensors. With `gathered`, only the keys and values that belong to a sequence are
+    /// read, into packed tensors.
     fn new(
         call: &Call,
         [query, key, value]: [(&CpuStorage, &Layout); 3],
@@ -110,7 +110,7 @@ impl Given {
     }
 }
 
-/// Output and log-sum-exp of parts together. Outputs have no gaps.
+/// Computes output and log-sum-exp of combined parts. Outputs must be contiguous.
 pub(crate) fn combine(
     shape: Shape,
     outputs: &[&candle_core::Tensor],
@@ -129,12 +129,12 @@ pub(crate) fn combine(
 
 pub(crate) fn plan(call: &Call) -> Result<Plan> {
     let arrangement = call.arrangement()?;
-    // The tensors are here, so no preference for another back end can be meant for them.
+    // The tensors are in host memory, so a preference for another back end cannot apply to them.
     let (cpu, preference) = (CpuBackend::new(), Preference::default());
     Plan::among(&[&cpu], &call.problem, &arrangement, &preference).map_err(wrap)
 }
 
-/// The memory of a tensor, which is on the host.
+/// Returns the memory of a tensor, which must be on the host.
 fn host(memory: &Storage) -> Result<&CpuStorage> {
     match memory {
         Storage::Cpu(memory) => Ok(memory),
@@ -146,7 +146,7 @@ fn numbers(tensor: &candle_core::Tensor) -> Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// The elements of a tensor of ours, which has no gaps, as candle keeps them.
+/// Converts the elements of a contiguous FlashCore tensor to candle's storage.
 fn storage(tensor: Tensor) -> Result<CpuStorage> {
     Ok(match tensor.into_elements() {
         Elements::F32(elements) => CpuStorage::F32(elements),
@@ -156,8 +156,8 @@ fn storage(tensor: Tensor) -> Result<CpuStorage> {
     })
 }
 
-/// A tensor of ours with the elements of one of candle's: all of them, or the rows of sequences that
-/// are placed in it, one after the other.
+/// Copies the elements of a candle tensor to a FlashCore tensor: all of them, or the rows of the
+/// sequences placed in it, packed.
 fn tensor(
     (storage, of): (&CpuStorage, &Layout),
     layout: flashcore::Layout,
@@ -205,7 +205,7 @@ fn copy<T: Copy>(
     rows
 }
 
-/// Where the rows are that were copied one sequence after the other.
+/// Returns the placement of rows that were copied one sequence after the other.
 fn packed(placement: &Placement) -> Placement {
     let mut starts = vec![0];
     for (sequence, length) in lengths(placement).enumerate() {
