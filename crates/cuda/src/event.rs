@@ -81,7 +81,7 @@ impl Drop for Event {
             return;
         };
         // SAFETY: made in `new` and destroyed once; the driver keeps what it
-        // needs of a mark that is still on a stream.
+        // needs of an event that is still on a stream.
         let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
     }
 }

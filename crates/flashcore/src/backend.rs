@@ -15,7 +15,7 @@ use crate::plan::{Arrangement, Candidate, Plan, Preference};
 use crate::problem::{Pass, Problem};
 use crate::tensor::Tensor;
 
-/// Something that computes attention.
+/// A back end: hardware and kernels that compute attention.
 ///
 /// ```
 /// use flashcore::{Backend, CpuBackend, Inputs, Problem, RunOptions, Tensor};

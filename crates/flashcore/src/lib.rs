@@ -22,7 +22,7 @@
 //! # What is computed
 //!
 //! For every sequence and query head, `softmax(scale * Q K^T + mask) V`, and for every row the
-//! log-sum-exp (LSE) of its scaled scores. This holds for every length:
+//! log-sum-exp (LSE) of its scaled scores. The result is defined for every length:
 //!
 //! - A row that sees no key has an output of zeros and an LSE of minus infinity.
 //! - A masked key contributes nothing.

@@ -5,7 +5,7 @@ use pulp::Simd;
 /// The exponential of anything below this is subnormal.
 const SMALLEST: f32 = -87.33654;
 
-/// e^x for x <= 0 or NaN, within 2 units in the last place; 0 where e^x would be subnormal.
+/// Computes e^x for x <= 0 or NaN, within 2 units in the last place; 0 where it would be subnormal.
 ///
 /// e^x = 2^n e^r with n = round(x / ln 2) and |r| <= ln(2) / 2, where a polynomial of degree 6
 /// (Cephes `expf`) gives e^r.
@@ -37,8 +37,8 @@ pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(vanishes, splat(0.0), simd.mul_f32s(mantissa, power))
 }
 
-/// tanh(x), within 3 units in the last place: an odd polynomial near zero (Cephes `tanhf`), where
-/// the quotient of exponentials would cancel.
+/// Computes tanh(x), within 3 units in the last place: by an odd polynomial near zero (Cephes
+/// `tanhf`), where the quotient of exponentials would cancel.
 #[inline(always)]
 pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const NEAR: f32 = 0.625;

@@ -138,7 +138,8 @@ pub(super) mod tests {
             let problem = Problem { batch, ..packed(64) }.with_storage(rows, rows);
             choose(&Chip::H200, &problem).unwrap().single_tile
         };
-        // Each of 16 heads has as many tiles as sequences, and four: 8 times 16 are at most 132.
+        // Each of 16 heads has up to four tiles of 64 rows, and one more per sequence: with four
+        // sequences, 8 * 16 tiles fit 132 multiprocessors.
         assert!(single(4) && !single(5));
     }
 

@@ -23,8 +23,7 @@ pub enum Policy {
     AtOnce,
     /// Where a kernel has a compact form, that form before the first use, and the full form on a
     /// background thread; launches use it as soon as it is ready. Both forms give the same results.
-    /// Where the driver's compiler cannot be called from another thread, the full form before the
-    /// first use.
+    /// Where the driver's compiler cannot be called on its own, the full form before the first use.
     #[default]
     CompactFirst,
 }

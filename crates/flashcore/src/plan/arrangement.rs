@@ -7,8 +7,7 @@ use crate::dtype::DType;
 use crate::problem::{Descales, Pass, Problem};
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
-/// Size in bytes of the copies that kernels make (`cp.async`, TMA rows): strides and addresses must
-/// be multiples of it.
+/// Size in bytes of the copies that kernels make: strides and addresses must be multiples of it.
 pub(crate) const COPY_BYTES: u64 = 16;
 
 /// The strides of a call's tensors, and whether all of them begin at a multiple of 16 bytes.

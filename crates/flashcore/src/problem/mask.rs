@@ -12,8 +12,8 @@ use super::function;
 /// Which keys a query may see: those in one interval around its position, less those that a
 /// function hides. A masked key contributes nothing, even if it holds NaN.
 ///
-/// Queries are aligned to the end of the keys: query `i` stands at position
-/// `i + key_length - query_length`, so the last query stands at the last key, whatever the lengths.
+/// Queries are aligned to the end of the keys: query `i` has the position
+/// `i + key_length - query_length`, so the last query is at the last key, whatever the lengths.
 ///
 /// ```
 /// use flashcore::Mask;

@@ -182,7 +182,7 @@ pub enum ProblemError {
     #[error(transparent)]
     Elements(#[from] ElementError),
     /// A mask function is given as a score function or the other way round, or both load from a
-    /// tensor of the same name with different types.
+    /// tensor of the same name with different types or ranks.
     #[error("{0}")]
     Function(String),
     /// The storage of queries or keys is invalid.
@@ -225,7 +225,7 @@ impl Problem {
         }
     }
 
-    /// Asks for the gradients of this problem. Clears [`Problem::batch_invariant`], which gradients
+    /// Asks for the gradients of this problem. Clears `batch_invariant`, which gradients
     /// do not support.
     ///
     /// ```
@@ -239,7 +239,7 @@ impl Problem {
         Problem { pass: Pass::Backward, batch_invariant: false, ..self }
     }
 
-    /// Asks for the output of this problem. Clears [`Problem::deterministic`], which only gradients
+    /// Asks for the output of this problem. Clears `deterministic`, which only gradients
     /// have.
     pub fn forward(self) -> Self {
         Problem { pass: Pass::Forward, deterministic: false, ..self }

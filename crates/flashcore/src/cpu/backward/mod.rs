@@ -147,7 +147,7 @@ struct Head<'a, T> {
     kv_head: usize,
     /// For each query, the gradients of the query heads of the group, one after the other.
     query: Vec<&'a mut [T]>,
-    /// For each key.
+    /// For each key, its gradient.
     key: Vec<&'a mut [T]>,
     value: Vec<&'a mut [T]>,
 }
