@@ -125,8 +125,8 @@ pub struct RunOptions<'a> {
     /// Run once, untimed, and fail if the kernel wrote outside of its results or to its inputs. For
     /// checks.
     pub guard: bool,
-    /// Number of parts into which split-KV kernels cut the keys; enough to fill the GPU when
-    /// `None`. For checks.
+    /// Number of parts into which the GPU's `decode` kernel cuts the keys (split-KV); enough to fill
+    /// the GPU when `None`. Other kernels ignore it. For checks.
     pub splits: Option<u32>,
 }
 

@@ -357,7 +357,8 @@ impl Order {
     /// longest walks. If heads were taken one by one, the longest tiles of the last head would
     /// begin when all others are about to end. So as many heads are taken together, in even groups,
     /// as give each multiprocessor a tile; a single one if its own tiles do. More heads would evict
-    /// each other's dQ sums from L2, and so would many short heads.
+    /// each other's dQ sums from L2. So would short heads, of which a group needs many: they are
+    /// taken one by one.
     fn longest_first(chip: &Chip, heads: u32, key_blocks: u32) -> Self {
         let of_all = f64::from(key_blocks) / f64::from(chip.multiprocessors);
         if !(0.05..0.875).contains(&of_all) {

@@ -199,14 +199,14 @@ pub(super) fn with_output(configuration: kernels::Forward, problem: &Problem) ->
     kernels::Forward { output: problem.dtypes.output.element(), ..configuration }
 }
 
-/// What the order in which thread blocks take tiles of unequal cost is computed from.
+/// The inputs from which tiles of unequal cost are distributed over thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TileOrder {
     forward: kernels::Forward,
     lengths: [u32; 2],
     heads: [u32; 3],
     window: Window,
-    /// The block lists' description, where the mask has a function.
+    /// Description of the lists of key blocks, where the mask has a function.
     mask: Option<BlockMask>,
     processors: u32,
     cache_bytes: u64,
