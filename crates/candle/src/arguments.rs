@@ -1,4 +1,4 @@
-//! What the tensors ask for, and whether they go together.
+//! Checks of a call's tensors, and the problem that they pose.
 
 use candle_core::{DType, Device, Error, Layout, Result, Tensor};
 use flashcore::plan::Arrangement;
@@ -7,17 +7,17 @@ use flashcore::{Alibi, DTypes, Descale, Descales, Lists, Problem, Shape, Strides
 use crate::placement::check_place;
 use crate::{Options, Sequences, wrap};
 
-/// All that a call asks for.
+/// A checked call.
 pub(crate) struct Call {
     pub(crate) problem: Problem,
-    /// Of query, key and value.
+    /// Layouts of query, key and value.
     pub(crate) layouts: [flashcore::Layout; 3],
-    /// Where they begin in their memory, in bytes.
+    /// Offsets of query, key and value in their memory, in bytes.
     pub(crate) offsets: [u64; 3],
     pub(crate) sequences: Sequences,
     pub(crate) slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
-    /// Descale factors of 8-bit tensors, as (batch, length, heads, 1).
+    /// Descale factors of 8-bit tensors, with their layouts as (batch, length, heads, 1).
     pub(crate) descales: Descales<Option<(Tensor, flashcore::Layout)>>,
 }
 
@@ -94,8 +94,8 @@ impl Call {
         })
     }
 
-    /// How the tensors lie, the output without gaps: what the choice of a kernel looks at.
-    /// Allocations begin where every copy can.
+    /// Returns the strides and alignments of the tensors, with a contiguous output: what the choice
+    /// of a kernel depends on. Allocations themselves are aligned, so only offsets matter.
     pub(crate) fn arrangement(&self) -> Result<Arrangement> {
         let output = flashcore::Layout::contiguous(self.problem.output_shape()).map_err(wrap)?;
         let [query, key, value] = self.layouts.map(|layout| layout.strides());
@@ -108,7 +108,7 @@ impl Call {
         Ok(Arrangement { query, key, value, output, gradients: None, descales, aligned })
     }
 
-    /// Refuse gradients of a cache, which sequences may share.
+    /// Refuses gradients of a cache, whose entries and pages sequences may share.
     pub(crate) fn check_gradients(&self) -> Result<()> {
         let paged = matches!(self.problem.keys, flashcore::Storage::Paged { .. });
         match paged || self.problem.lists.batch_index {
@@ -120,7 +120,7 @@ impl Call {
         }
     }
 
-    /// The shape of the output: the query's with the values' head dim.
+    /// Returns the shape of the output: the query's with the values' head dim.
     pub(crate) fn output_shape(&self) -> candle_core::Shape {
         let Shape { batch, length, heads, dim } = self.problem.output_shape();
         match self.problem.queries.is_packed() {
@@ -129,7 +129,7 @@ impl Call {
         }
     }
 
-    /// The shape of the log-sum-exp.
+    /// Returns the shape of the log-sum-exp.
     pub(crate) fn lse_shape(&self) -> candle_core::Shape {
         let Shape { batch, length, heads, .. } = self.problem.output_shape();
         match self.problem.queries.is_packed() {
@@ -140,7 +140,7 @@ impl Call {
 }
 
 impl Sequences {
-    /// The problem of the longest sequences that there can be, if everything goes together.
+    /// Returns the problem with the maximum lengths, if the tensors and placements are consistent.
     fn problem(&self, [query, key, value]: [Shape; 3], device: &Device) -> Result<Problem> {
         let (queries, keys) = (&self.queries, &self.keys);
         if !queries.serves_queries() {
@@ -181,7 +181,7 @@ impl Sequences {
     }
 }
 
-/// The shape and the strides of a tensor; packed rows are one batch entry.
+/// Returns the shape and the strides of a tensor; packed rows count as one batch entry.
 pub(crate) fn layout(name: &str, layout: &Layout, packed: bool) -> Result<flashcore::Layout> {
     let (shape, strides) = match (layout.dims(), layout.stride()) {
         (&[batch, length, heads, dim], &[of_batch, of_length, of_heads, _]) if !packed => {
@@ -209,7 +209,7 @@ pub(crate) fn layout(name: &str, layout: &Layout, packed: bool) -> Result<flashc
     flashcore::Layout::strided(shape, strides).map_err(wrap)
 }
 
-/// The element type of a tensor, if it is served.
+/// Returns the element type of a tensor, if it is one of the wide types.
 pub(crate) fn element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
     match tensor.dtype() {
         DType::F32 => Ok(flashcore::DType::F32),
@@ -219,7 +219,7 @@ pub(crate) fn element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
     }
 }
 
-/// The same with the 8-bit type, which only queries, keys and values may have.
+/// Like [`element`], but also accepts the 8-bit type, which only queries, keys and values may have.
 pub(crate) fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
     match tensor.dtype() {
         DType::F8E4M3 => Ok(flashcore::DType::E4M3),
@@ -228,9 +228,9 @@ pub(crate) fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DT
     }
 }
 
-/// Descale factors as (batch, length, heads, 1), and over what they range: one number, one for each
-/// key head, for each sequence and key head, or of keys and values for each token and head, in the
-/// shape of the keys without their last dimension.
+/// Returns descale factors with their layout as (batch, length, heads, 1), and their granularity:
+/// one number, one per key head, one per sequence and key head, or for keys and values one per
+/// token and head, in the shape of the keys without the last dimension.
 pub(crate) fn factors_of(
     name: &str,
     factors: &Tensor,
@@ -276,7 +276,7 @@ pub(crate) fn factors_of(
     Ok((descale, factors.clone(), layout))
 }
 
-/// Refuse a tensor of another type or on another device than one that came before.
+/// Refuses a tensor of another type or on another device than a reference tensor.
 pub(crate) fn check_alike(
     (name, tensor): (&str, &Tensor),
     (like, other): (&str, &Tensor),
@@ -290,12 +290,12 @@ pub(crate) fn check_alike(
     Ok(())
 }
 
-/// Refuse a tensor on another device than one that came before.
+/// Refuses a tensor on another device than a reference tensor.
 pub(crate) fn check_device(
     (name, tensor): (&str, &Tensor),
     (like, other): (&str, &Tensor),
 ) -> Result<()> {
-    // As candle does: two handles of one GPU are one device.
+    // As in candle, two handles of one GPU count as one device.
     let (given, expected) = (tensor.device().location(), other.device().location());
     if given != expected {
         let expected = format!("{expected:?} like the {like}");
@@ -304,7 +304,7 @@ pub(crate) fn check_device(
     Ok(())
 }
 
-/// Refuse numbers of another type or shape, and those that a gradient would be lost for.
+/// Refuses f32 tensors of another type or shape, and those whose gradient would be lost.
 pub(crate) fn check_numbers(
     name: &str,
     tensor: &Tensor,
@@ -325,7 +325,7 @@ pub(crate) fn check_detached(name: &str, tensor: &Tensor) -> Result<()> {
     }
 }
 
-/// There is no attention on a device.
+/// Returns the error for a device without attention.
 pub(crate) fn no_device(device: &Device) -> Error {
     let hint = match device {
         Device::Cuda(_) => "the CPU: FlashCore was built without its feature `cuda`",

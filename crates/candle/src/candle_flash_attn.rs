@@ -1,21 +1,22 @@
-//! The functions of the crate `candle-flash-attn`, under their names and with their arguments, on the
-//! CPU and on GPUs.
+//! The functions of the crate `candle-flash-attn`, with the same names and arguments, on the CPU
+//! and on GPUs.
 //!
-//! Tensors are (batch, length, heads, dim), or (rows, heads, dim) in the functions named `varlen`,
-//! whose sequences follow each other: `seqlens_q` and `seqlens_k` are their cumulative lengths from 0
-//! on, u32 or i32, and `max_seqlen_q` and `max_seqlen_k` the longest.
+//! Tensors are (batch, length, heads, dim), or (rows, heads, dim) in the `varlen` functions, where
+//! sequences are packed: `seqlens_q` and `seqlens_k` are their cumulative lengths starting at 0,
+//! u32 or i32, and `max_seqlen_q` and `max_seqlen_k` the maximum lengths.
 //!
-//! With `causal`, the last query of a sequence sees every key, whatever the lengths. A window counts
-//! the keys before and after a query's own position that it sees, all of them without a number.
-//! `alibi_slopes` are (query heads) in f32, or (sequences, query heads). A `softcap` of 0 is none.
-// The arguments are those of another crate.
+//! With `causal`, the last query of a sequence sees every key, whatever the lengths. A window is
+//! the number of keys before and after a query's own position that it sees; without a number it
+//! sees all of them. `alibi_slopes` are (query heads) in f32, or (sequences, query heads). A
+//! `softcap` of 0 means none.
+// The arguments are those of the other crate.
 #![allow(clippy::too_many_arguments)]
 
 use candle_core::{Result, Tensor};
 
 use crate::{Mask, Options, Placement, Sequences, attend, attend_sequences};
 
-/// Attention, with a causal mask or without.
+/// Computes attention, with or without a causal mask.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -40,7 +41,7 @@ pub fn flash_attn(
     plain([q, k, v], options(causal_mask(causal), softmax_scale, None, None))
 }
 
-/// [`flash_attn`] in a window.
+/// Like [`flash_attn`], with a window.
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -53,7 +54,7 @@ pub fn flash_attn_windowed(
     plain([q, k, v], options(mask, softmax_scale, None, None))
 }
 
-/// [`flash_attn`] with ALiBi.
+/// Like [`flash_attn`], with ALiBi.
 pub fn flash_attn_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -65,7 +66,7 @@ pub fn flash_attn_alibi(
     plain([q, k, v], options(causal_mask(causal), softmax_scale, Some(alibi_slopes), None))
 }
 
-/// [`flash_attn`] with ALiBi, in a window.
+/// Like [`flash_attn`], with ALiBi and a window.
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -79,7 +80,7 @@ pub fn flash_attn_alibi_windowed(
     plain([q, k, v], options(mask, softmax_scale, Some(alibi_slopes), None))
 }
 
-/// [`flash_attn`] in a window, with a softcap and perhaps ALiBi.
+/// Like [`flash_attn`], with a window, a softcap and optional ALiBi.
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
     k: &Tensor,
@@ -94,7 +95,7 @@ pub fn flash_attn_alibi_windowed_softcap(
     plain([q, k, v], options(mask, softmax_scale, alibi_slopes, Some(softcap)))
 }
 
-/// Attention over sequences that follow each other.
+/// Computes attention over packed sequences.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -125,7 +126,7 @@ pub fn flash_attn_varlen(
     ragged([q, k, v], sequences, options(causal_mask(causal), softmax_scale, None, None))
 }
 
-/// [`flash_attn_varlen`] in a window.
+/// Like [`flash_attn_varlen`], with a window.
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -143,11 +144,11 @@ pub fn flash_attn_varlen_windowed(
     ragged([q, k, v], sequences, options(mask, softmax_scale, None, None))
 }
 
-/// [`flash_attn_varlen`] over a cache in pages, in a window and perhaps with a softcap.
+/// Like [`flash_attn_varlen`], over a paged cache, with a window and an optional softcap.
 ///
-/// `k` and `v` are (pages, page size, heads, dim), `block_table` (sequences, pages of one).
-/// `seqlens_k` is cumulative here as well. Pages may have any size. `mm_prefix_ranges`, in which
-/// every query sees every key, are refused.
+/// `k` and `v` are (pages, page size, heads, dim), `block_table` is (sequences, pages per
+/// sequence). `seqlens_k` is cumulative here as well. Pages may have any size. `mm_prefix_ranges`,
+/// within which every query sees every key, are refused.
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -157,7 +158,7 @@ pub fn flash_attn_varlen_paged_windowed(
     block_table: &Tensor,
     mm_prefix_ranges: Option<&Tensor>,
     max_seqlen_q: usize,
-    // The block table bounds it.
+    // The block table bounds the number of keys.
     _max_seqlen_k: usize,
     softmax_scale: f32,
     window_size_left: Option<usize>,
@@ -184,7 +185,7 @@ pub fn flash_attn_varlen_paged_windowed(
     ragged([q, k, v], sequences, options(mask, softmax_scale, None, softcap))
 }
 
-/// [`flash_attn_varlen`] with ALiBi.
+/// Like [`flash_attn_varlen`], with ALiBi.
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -202,7 +203,7 @@ pub fn flash_attn_varlen_alibi(
     ragged([q, k, v], sequences, options)
 }
 
-/// [`flash_attn_varlen`] with ALiBi, in a window.
+/// Like [`flash_attn_varlen`], with ALiBi and a window.
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -221,7 +222,7 @@ pub fn flash_attn_varlen_alibi_windowed(
     ragged([q, k, v], sequences, options(mask, softmax_scale, Some(alibi_slopes), None))
 }
 
-/// [`flash_attn_varlen`] in a window, with a softcap and perhaps ALiBi.
+/// Like [`flash_attn_varlen`], with a window, a softcap and optional ALiBi.
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
     k: &Tensor,

@@ -1,5 +1,5 @@
-//! What calls of candle's run on a GPU that need not be there, against the table that all front ends
-//! are tested against.
+//! Tests which kernels candle calls would run on GPUs that need not be present, against the table
+//! that all front ends are tested with.
 
 use candle_core::{CpuStorage, DType, Result, Storage as Memory, Tensor};
 use flashcore::family::tuning::TuningFile;
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use crate::arguments::Call;
 use crate::{Options, Placement, Sequences};
 
-/// A tensor of which nobody reads an element.
+/// Returns a tensor whose elements are never read.
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
     let memory = match dtype {
         DType::F16 => CpuStorage::F16(Vec::<f16>::new()),
@@ -21,7 +21,7 @@ fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
     crate::tensor(Memory::Cpu(memory), dims)
 }
 
-/// A view of a larger tensor, as the table names it.
+/// Returns a view of a larger tensor, in the memory order that the table names.
 fn view(
     dtype: DType,
     Shape { batch, length, heads, dim }: Shape,
@@ -45,7 +45,7 @@ fn view(
     if storage.is_packed() { all.squeeze(0) } else { Ok(all) }
 }
 
-/// The call that asks for a problem.
+/// Returns the call that poses a problem.
 fn call(problem: &Problem, order: &str) -> Result<Call> {
     let dtype = match problem.dtype() {
         flashcore::DType::F16 => DType::F16,
@@ -98,7 +98,7 @@ fn call(problem: &Problem, order: &str) -> Result<Call> {
     Call::new(tensors.each_ref(), &Sequences { queries, keys }, &options)
 }
 
-/// Whether there is such a call.
+/// Tells whether a candle call can pose the problem.
 fn is_candles(problem: &Problem) -> bool {
     let lengths = problem.lists.key_lengths;
     let keys = match problem.keys {

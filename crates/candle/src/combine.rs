@@ -1,4 +1,4 @@
-//! Attention over parts of the keys, combined by the log-sum-exps of the parts.
+//! Combining attention over parts of the keys, weighted by the log-sum-exps of the parts.
 
 use candle_core::{Device, Result};
 use flashcore::Shape;
@@ -7,11 +7,11 @@ use crate::Attention;
 use crate::arguments::{check_alike, check_detached, check_numbers, element, no_device, refusal};
 use crate::placement::check_place;
 
-/// What attention over all keys would have given, from attention of the same queries over parts of
-/// them: a shared prefix and what follows it, levels of a cascade, slices of a context. Each part
-/// must have its log-sum-exp ([`Options::lse`](crate::Options::lse)).
+/// Computes attention over all keys from attention of the same queries over parts of them: a shared
+/// prefix and what follows it, levels of a cascade, slices of a context. Each part must have its
+/// log-sum-exp ([`Options::lse`](crate::Options::lse)).
 ///
-/// A row that no part has seen a key for is zero with a log-sum-exp of minus infinity.
+/// A row that no part saw has an output of zeros and a log-sum-exp of minus infinity.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! Attention on candle tensors in host memory.
+//! Attention over candle tensors in host memory.
 
 use std::ops::Deref;
 
@@ -14,7 +14,7 @@ use crate::arguments::Call;
 use crate::operation::Saved;
 use crate::wrap;
 
-/// Output and log-sum-exp.
+/// Computes output and log-sum-exp.
 pub(crate) fn attend(
     call: &Call,
     tensors: [(&CpuStorage, &Layout); 3],
@@ -26,7 +26,7 @@ pub(crate) fn attend(
     Ok((storage(result.output)?, result.lse))
 }
 
-/// Gradients of query, key and value.
+/// Computes the gradients of query, key and value.
 pub(crate) fn differentiate(
     call: &Call,
     inputs: [&candle_core::Tensor; 3],
@@ -58,8 +58,7 @@ pub(crate) fn differentiate(
     Ok([like(gradients.query, query)?, like(gradients.key, key)?, like(gradients.value, value)?])
 }
 
-/// The descale factors of a call: their memory, locked while it is held, and how they lie for candle and
-/// for us.
+/// Locks the memory of a call's descale factors, and returns it with candle's layout and ours.
 fn factors(
     call: &Call,
 ) -> Descales<Option<(impl Deref<Target = Storage>, &Layout, flashcore::Layout)>> {
@@ -115,7 +114,7 @@ impl<'a> Given<'a> {
     }
 }
 
-/// Output and log-sum-exp of parts together. Outputs have no gaps.
+/// Computes output and log-sum-exp of combined parts. Outputs must be contiguous.
 pub(crate) fn combine(
     shape: Shape,
     outputs: &[&candle_core::Tensor],
@@ -134,12 +133,12 @@ pub(crate) fn combine(
 
 pub(crate) fn plan(call: &Call) -> Result<Plan> {
     let arrangement = call.arrangement()?;
-    // The tensors are here, so no preference for another back end can be meant for them.
+    // The tensors are in host memory, so a preference for another back end cannot apply to them.
     let (cpu, preference) = (CpuBackend::new(), Preference::default());
     Plan::among(&[&cpu], &call.problem, &arrangement, &preference).map_err(wrap)
 }
 
-/// The memory of a tensor, which is on the host.
+/// Returns the memory of a tensor, which must be on the host.
 fn host(memory: &Storage) -> Result<&CpuStorage> {
     match memory {
         Storage::Cpu(memory) => Ok(memory),
@@ -151,7 +150,7 @@ fn numbers(tensor: &candle_core::Tensor) -> Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// The elements of a tensor of ours, which has no gaps, as candle keeps them.
+/// Converts the elements of a contiguous FlashCore tensor to candle's storage.
 fn storage(tensor: Tensor) -> Result<CpuStorage> {
     Ok(match tensor.into_elements() {
         Elements::F32(elements) => CpuStorage::F32(elements),
@@ -161,7 +160,7 @@ fn storage(tensor: Tensor) -> Result<CpuStorage> {
     })
 }
 
-/// A tensor of candle's as one of ours, where it lies.
+/// Borrows a candle tensor as a view of ours.
 fn view<'a>(
     storage: &'a CpuStorage,
     of: &Layout,
@@ -178,7 +177,7 @@ fn view<'a>(
     TensorView::new(layout, elements).map_err(wrap)
 }
 
-/// The elements of a view in a tensor of their own.
+/// Copies a view to a tensor.
 fn copy(view: TensorView<'_>) -> Result<Tensor> {
     Tensor::from_bytes(view.dtype(), view.layout(), view.bytes()).map_err(wrap)
 }

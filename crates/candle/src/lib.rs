@@ -1,6 +1,6 @@
 //! Attention over [candle](candle_core) tensors, on the CPU and on NVIDIA GPUs.
 //!
-//! [`attend`] is the function, with [`Options`] for what is not plain attention:
+//! [`attend`] computes attention, with [`Options`] for everything beyond plain attention:
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -21,23 +21,23 @@
 //! # }
 //! ```
 //!
-//! [`attend_sequences`] is the same for sequences of unequal lengths: ragged batches, caches and
-//! paged caches, as an inference engine has them. [`append`] writes new keys and values into such a
-//! cache, and [`combine`] puts attention over parts of the keys together.
+//! [`attend_sequences`] does the same for sequences of unequal lengths: ragged batches, caches and
+//! paged caches, as in an inference engine. [`append`] writes new keys and values into such a
+//! cache, and [`combine`] merges attention over parts of the keys.
 //!
-//! The functions of [`candle_flash_attn`] have the names, the arguments and the meaning of those in
-//! the crate of that name, so that a program changes one import; they also work on the CPU.
+//! The functions of [`candle_flash_attn`] have the names, arguments and meaning of those in the
+//! crate of that name, so that a program only changes its import; they also work on the CPU.
 //!
-//! # What the tensors may be
+//! # Supported tensors
 //!
-//! Four dimensions (batch, length, heads, dim), or three where rows are packed; f32, f16 or bf16, all
-//! three of one type and on one device; any strides, as long as the elements of a vector are
-//! adjacent. Anything else is an error that names the tensor and what was expected of it.
+//! Four dimensions (batch, length, heads, dim), or three where rows are packed; f32, f16 or bf16,
+//! all three tensors of one type and on one device; any strides, as long as the last dimension is
+//! contiguous. Anything else is an error that names the tensor and what was expected of it.
 //!
 //! # Gradients
 //!
-//! Candle's `backward` goes through [`attend`], and through [`attend_sequences`] over padded and
-//! packed keys, to the query, the key and the value:
+//! Candle's `backward` propagates through [`attend`], and through [`attend_sequences`] over padded
+//! and packed keys, to the query, the key and the value:
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -53,24 +53,25 @@
 //! # }
 //! ```
 //!
-//! The forward pass keeps the log-sum-exp of each row for it, four bytes. Slopes and sinks that
-//! depend on a variable are refused, and so is the log-sum-exp of such tensors: an output never lacks
-//! a gradient silently. Gradients of a cache, and those that no kernel on the tensors' GPU computes,
-//! are an error with the reason when `backward` comes to them.
+//! For the backward pass, the forward pass keeps the log-sum-exp of each row, four bytes. Slopes
+//! and sinks that depend on a variable are refused, and so is a request for the log-sum-exp of such
+//! tensors: no gradient is dropped silently. Gradients of a cache, and gradients that no kernel on
+//! the tensors' GPU computes, are an error with the reason when `backward` reaches them.
 //!
 //! # On a GPU
 //!
-//! Build with the feature `cuda`. The kernel is put on the stream of the tensors' candle device, and
-//! the output is allocated by candle. What was chosen and compiled for a call is kept for the next
-//! of its kind, so a repeated call costs microseconds. [`plan`] and [`plan_sequences`] say which
-//! kernel serves a call, and why not the others.
+//! Build with the feature `cuda`. The kernel is enqueued on the stream of the tensors' candle
+//! device, and candle allocates the output. The plan and the compiled kernel of a call are cached,
+//! so a repeated call costs microseconds. [`plan`] and [`plan_sequences`] say which kernel serves a
+//! call, and why the others do not.
 //!
-//! A call may be captured in a graph, the first of its kind too: its kernel is then compiled and its
-//! memory allocated beside the capture. Each capture has a workspace of its own, so its graph may run
-//! beside other calls, but not beside itself. Plans and workspaces stay for as long as the graph. The
-//! tensors that a graph reads and writes are candle's: keep them.
+//! A call may be captured in a CUDA graph, even the first of its kind: its kernel is then compiled
+//! and its memory allocated outside of the capture. Each capture has its own workspace, so its
+//! graph may run concurrently with other calls, but not with itself. Plans and workspaces live as
+//! long as the graph. The tensors that a graph reads and writes belong to candle: the program must
+//! keep them alive.
 
-// Borrowing candle's stream and memory is a promise to the driver.
+// Borrowing candle's stream and memory needs unsafe code.
 #![cfg_attr(feature = "cuda", allow(unsafe_code))]
 
 mod append;
@@ -102,10 +103,10 @@ pub use sequences::Sequences;
 use crate::arguments::Call;
 use crate::operation::Operation;
 
-/// What is to be computed. The default is plain attention: every key visible, scores scaled by
-/// `1 / sqrt(head dim)`, no log-sum-exp.
+/// What to compute. The default is plain attention: every key is visible, scores are scaled by `1 /
+/// sqrt(head dim)`, and there is no log-sum-exp.
 ///
-/// Name the fields that differ and take the rest from the default, since more will come:
+/// Set the fields that differ and take the rest from the default, since fields may be added:
 ///
 /// ```
 /// use flashcore_candle::{Mask, Options};
@@ -122,27 +123,28 @@ pub struct Options {
     pub mask: Mask,
     /// Factor of the scores before the softmax; `1 / sqrt(head dim)` when `None`.
     pub softmax_scale: Option<f32>,
-    /// Scores are brought below this by a hyperbolic tangent, after they are scaled.
+    /// Cap of the scaled scores: `s` becomes `softcap * tanh(s / softcap)`.
     pub softcap: Option<f32>,
-    /// ALiBi slopes, by which scores fall with the distance between query and key: (query heads) or
-    /// (sequences, query heads) in f32.
+    /// ALiBi slopes, by which scores fall with the distance between query and key: of shape (query
+    /// heads) or (sequences, query heads), in f32.
     pub slopes: Option<Tensor>,
-    /// Sinks: one more score in each row of a query head, without a value; (query heads) in f32.
+    /// Sinks: one more score in each row of a query head, without a value vector; of shape (query
+    /// heads), in f32.
     pub sinks: Option<Tensor>,
-    /// What queries of F8E4M3 are multiplied with, in f32: one number, (key heads), or (sequences,
-    /// key heads).
+    /// Descale factors of F8E4M3 queries, in f32: one number, (key heads), or (sequences, key
+    /// heads).
     pub q_descale: Option<Tensor>,
-    /// What keys of F8E4M3 are multiplied with: like the queries', or one for each token and head, in
-    /// the shape of the keys without its last dimension.
+    /// Descale factors of F8E4M3 keys: like those of the queries, or one per token and head, in the
+    /// shape of the keys without the last dimension.
     pub k_descale: Option<Tensor>,
-    /// What values of F8E4M3 are multiplied with.
+    /// Descale factors of F8E4M3 values, like those of the keys.
     pub v_descale: Option<Tensor>,
     /// Whether the log-sum-exp of the scores is wanted.
     pub lse: bool,
 }
 
 impl Options {
-    /// What becomes of the product of a query and a key.
+    /// Returns the score rules that these options set.
     fn scores(&self) -> Scores {
         let mut scores = Scores::default();
         scores.scale = self.softmax_scale;
@@ -160,16 +162,16 @@ impl Options {
 /// The result of [`attend`].
 #[derive(Debug, Clone)]
 pub struct Attention {
-    /// (batch, query length, query heads, value head dim), without gaps, of the query's type, or BF16
-    /// where that is F8E4M3.
+    /// The output, (batch, query length, query heads, value head dim), contiguous, of the query's
+    /// type, or BF16 where that is F8E4M3.
     pub output: Tensor,
-    /// The natural logarithm of each row's sum of exponentials of scaled scores, (batch, query
-    /// heads, query length) in f32, if [`Options::lse`] asked for it; minus infinity for a row
-    /// that sees no key. Of packed queries it is (query heads, rows).
+    /// The log-sum-exp of each row, (batch, query heads, query length) in f32, if [`Options::lse`]
+    /// asked for it: the natural logarithm of the sum of exponentials of scaled scores; minus
+    /// infinity for a row that sees no key. For packed queries it is (query heads, rows).
     pub lse: Option<Tensor>,
 }
 
-/// `softmax(scale * query key^T + mask) value`, over every batch entry and query head.
+/// Computes `softmax(scale * query key^T + mask) value`, over every batch entry and query head.
 ///
 /// `query` is (batch, query length, query heads, head dim), `key` (batch, key length, key/value
 /// heads, head dim) and `value` (batch, key length, key/value heads, value head dim). The number of
@@ -183,9 +185,9 @@ pub fn attend(
     attend_sequences(query, key, value, &Sequences::default(), options)
 }
 
-/// Attention over sequences that each have lengths of their own, placed as `sequences` says. The
-/// output has the shape of the query, with the values' head dim; its rows that belong to no sequence
-/// are not defined.
+/// Computes attention over sequences that each have their own lengths, located by `sequences`. The
+/// output has the shape of the query, with the values' head dim; rows that belong to no sequence
+/// are undefined.
 ///
 /// See [`Sequences::ragged`] and [`Sequences::paged`] for examples.
 pub fn attend_sequences(
@@ -206,7 +208,7 @@ pub fn attend_sequences(
                  or do without the log-sum-exp"
             );
         }
-        // The backward pass reads it.
+        // The backward pass reads the log-sum-exp.
         call.problem.lse = true;
         let output = query.apply_op3(key, value, Operation::new(call))?;
         return Ok(Attention { output, lse: None });
@@ -216,7 +218,8 @@ pub fn attend_sequences(
     Ok(Attention { output, lse: options.lse.then(|| operation.lse()).transpose()? })
 }
 
-/// Which kernel [`attend`] runs for these tensors, and why not the others. Computes nothing.
+/// Returns which kernel [`attend`] runs for these tensors, and why the others are not used.
+/// Computes nothing.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -233,8 +236,8 @@ pub fn plan(query: &Tensor, key: &Tensor, value: &Tensor, options: &Options) -> 
     plan_sequences(query, key, value, &Sequences::default(), options)
 }
 
-/// Which kernel [`attend_sequences`] runs for these tensors, and why not the others. Computes
-/// nothing, and reads no list.
+/// Returns which kernel [`attend_sequences`] runs for these tensors, and why the others are not
+/// used. Computes nothing, and reads no list.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -265,12 +268,12 @@ pub fn plan_sequences(
     }
 }
 
-/// A tensor without a place in candle's graph of operations.
+/// Creates a tensor that is not part of candle's graph of operations.
 fn tensor(storage: Storage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-/// An error of ours as candle's.
+/// Wraps an error as one of candle's.
 fn wrap(error: impl std::error::Error + Send + Sync + 'static) -> candle_core::Error {
     candle_core::Error::wrap(error)
 }

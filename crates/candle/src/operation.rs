@@ -1,8 +1,8 @@
-//! Attention as an operation of candle's.
+//! Attention as a custom operation of candle's.
 //!
-//! An operation of candle's has one output, and candle keeps it for the backward pass with the
-//! arguments. The log-sum-exp, where it is wanted, is left in the operation, which candle keeps too:
-//! the caller takes it from there, or the backward pass reads it.
+//! An operation has one output, which candle keeps for the backward pass together with the
+//! arguments. The log-sum-exp, where it is wanted, is stored in the operation, which candle keeps
+//! as well: the caller takes it from there, or the backward pass reads it.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,7 +15,7 @@ use crate::cpu;
 
 pub(crate) struct Operation {
     call: Call,
-    /// Where the log-sum-exp is left.
+    /// The log-sum-exp of the forward pass, once it has run.
     lse: Mutex<Option<Tensor>>,
 }
 
@@ -24,7 +24,7 @@ impl Operation {
         Operation { call, lse: Mutex::default() }
     }
 
-    /// The log-sum-exp of the run that was.
+    /// Returns the log-sum-exp of the forward pass.
     pub(crate) fn lse(&self) -> Result<Tensor> {
         let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner).clone();
         lse.ok_or_else(|| candle_core::Error::Msg("attention left no log-sum-exp".to_owned()))
@@ -84,7 +84,7 @@ impl CustomOp3 for Operation {
         candle_core::bail!("FlashCore was built without its feature `cuda`")
     }
 
-    /// Gradients of the tensors that depend on a variable.
+    /// Returns the gradients of the tensors that depend on a variable.
     fn bwd(
         &self,
         query: &Tensor,
@@ -95,7 +95,7 @@ impl CustomOp3 for Operation {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let (inputs, lse) = ([query, key, value], self.lse()?);
         self.call.check_gradients()?;
-        // Candle's are without gaps, but for those that a caller begins with.
+        // Candle's gradients are contiguous, except for one with which a caller starts.
         let saved = Saved { output, lse: &lse, output_gradient: &output_gradient.contiguous()? };
         let gradients = match query.device() {
             Device::Cpu => cpu::differentiate(&self.call, inputs, saved)?,
@@ -109,7 +109,7 @@ impl CustomOp3 for Operation {
     }
 }
 
-/// What gradients are computed from besides the inputs. None of it has gaps.
+/// What the backward pass reads besides the inputs. All of it is contiguous.
 pub(crate) struct Saved<'a> {
     pub(crate) output: &'a Tensor,
     pub(crate) lse: &'a Tensor,

@@ -1,4 +1,4 @@
-//! Where the rows of sequences lie in a tensor, by lists that are tensors too.
+//! Where the rows of sequences are in a tensor, given by lists that are tensors too.
 
 use candle_core::{DType, Device, Result, Tensor};
 use flashcore::serving::{self, Pages};
@@ -9,17 +9,16 @@ use crate::wrap;
 
 /// How long each sequence is and where its rows are in a tensor.
 ///
-/// | made by | where position `p` of sequence `i` is | the tensor |
+/// | constructor | location of position `p` of sequence `i` | the tensor |
 /// | --- | --- | --- |
 /// | [`padded`](Placement::padded) | batch entry `i`, row `p` | (sequences, room, heads, dim) |
 /// | [`entries`](Placement::entries) | batch entry `entries[i]`, row `p` | (entries, room, heads, dim) |
 /// | [`packed`](Placement::packed) | row `starts[i] + p` | (rows, heads, dim) |
 /// | [`paged`](Placement::paged) | page `table[i][p / size]`, row `p % size` | (pages, size, heads, dim) |
 ///
-/// Lists are tensors of u32 or i32, without gaps, on the device of the tensors. On a GPU they are
-/// read when the kernel runs: the host waits for nothing, and a graph is right for whatever they
-/// hold when it is replayed. Numbers that lead outside a tensor are cut to it there; on the CPU they
-/// are an error.
+/// Lists are contiguous tensors of u32 or i32, on the device of the tensors. On a GPU they are read
+/// when the kernel runs: the host does not synchronize, and a graph uses whatever they hold when it
+/// is replayed. Numbers out of range are clamped there; on the CPU they are an error.
 #[derive(Debug, Clone, Default)]
 pub struct Placement {
     rows: Rows,
@@ -35,35 +34,36 @@ enum Rows {
 }
 
 impl Placement {
-    /// Sequence `i` is batch entry `i`, all of it.
+    /// Places sequence `i` in batch entry `i`, all of it.
     pub fn padded() -> Self {
         Placement::default()
     }
 
-    /// Sequence `i` is batch entry `entries[i]`, all of it: the slots of a cache.
+    /// Places sequence `i` in batch entry `entries[i]`, all of it: the slots of a cache.
     pub fn entries(entries: &Tensor) -> Self {
         Rows::Padded { entries: Some(entries.clone()) }.into()
     }
 
-    /// Sequence `i` is the rows from `starts[i]` to `starts[i + 1]`, cumulative lengths. None has
-    /// more than `longest` rows, which the host could not know without waiting.
+    /// Places sequence `i` in the rows from `starts[i]` to `starts[i + 1]`: cumulative lengths. No
+    /// sequence has more than `longest` rows, which the host could not find out without
+    /// synchronizing.
     pub fn packed(starts: &Tensor, longest: usize) -> Self {
         Rows::Packed { starts: starts.clone(), longest }.into()
     }
 
-    /// Sequence `i` is `lengths[i]` positions in the pages of row `i` of the block table,
-    /// (sequences, pages of one).
+    /// Places sequence `i` in the first `lengths[i]` positions of the pages in row `i` of the block
+    /// table, of shape (sequences, pages per sequence).
     pub fn paged(lengths: &Tensor, table: &Tensor) -> Self {
         Placement::from(Rows::Paged { table: table.clone() }).with_lengths(lengths)
     }
 
-    /// Use only the first `lengths[i]` rows of a sequence's place.
+    /// Uses only the first `lengths[i]` rows of each sequence's place.
     pub fn with_lengths(self, lengths: &Tensor) -> Self {
         Placement { lengths: Some(lengths.clone()), ..self }
     }
 
-    /// The first `skipped[i]` rows of a sequence's place, which its length counts, are no part of
-    /// it. For keys.
+    /// Skips the first `skipped[i]` rows of each sequence's place; its length includes them. For
+    /// keys.
     pub fn with_left_padding(self, skipped: &Tensor) -> Self {
         Placement { left_padding: Some(skipped.clone()), ..self }
     }
@@ -72,13 +72,13 @@ impl Placement {
         self.starts().is_some()
     }
 
-    /// Whether a sequence is all of the batch entry of its number.
+    /// Tells whether every sequence is all of the batch entry of its index.
     pub(crate) fn is_plain(&self) -> bool {
         let lists = [&self.lengths, &self.left_padding];
         matches!(self.rows, Rows::Padded { entries: None }) && lists.iter().all(|it| it.is_none())
     }
 
-    /// The batch entries of sequences, if a list names them.
+    /// Returns the batch entries of sequences, if a list names them.
     pub(crate) fn batch_index(&self) -> Option<&Tensor> {
         match &self.rows {
             Rows::Padded { entries } => entries.as_ref(),
@@ -86,7 +86,7 @@ impl Placement {
         }
     }
 
-    /// The cumulative lengths of packed sequences.
+    /// Returns the cumulative lengths of packed sequences.
     pub(crate) fn starts(&self) -> Option<&Tensor> {
         match &self.rows {
             Rows::Packed { starts, .. } => Some(starts),
@@ -94,7 +94,7 @@ impl Placement {
         }
     }
 
-    /// The block table.
+    /// Returns the block table.
     #[cfg(feature = "cuda")]
     pub(crate) fn table(&self) -> Option<&Tensor> {
         match &self.rows {
@@ -103,7 +103,7 @@ impl Placement {
         }
     }
 
-    /// How the rows of so many sequences lie in a tensor.
+    /// Returns the storage of `sequences` sequences in a tensor.
     pub(crate) fn storage(&self, tensor: Shape, sequences: usize) -> Storage {
         match &self.rows {
             Rows::Padded { entries: None } if tensor.batch == sequences => Storage::Padded,
@@ -116,13 +116,13 @@ impl Placement {
         }
     }
 
-    /// Whether a kernel can find queries by it.
+    /// Tells whether kernels support this placement for queries.
     pub(crate) fn serves_queries(&self) -> bool {
         let rows = matches!(self.rows, Rows::Padded { entries: None } | Rows::Packed { .. });
         rows && self.left_padding.is_none()
     }
 
-    /// The most rows that a sequence can have in a tensor.
+    /// Returns the maximum number of rows of a sequence in a tensor.
     pub(crate) fn longest(&self, tensor: Shape) -> usize {
         match &self.rows {
             Rows::Padded { .. } => tensor.length,
@@ -131,7 +131,7 @@ impl Placement {
         }
     }
 
-    /// How many sequences there are in a tensor, if the lists go together.
+    /// Returns the number of sequences in a tensor, if the lists are consistent.
     pub(crate) fn sequences(&self, tensor: Shape, device: &Device) -> Result<usize> {
         let count = match &self.rows {
             Rows::Padded { entries: Some(entries) } => entries.elem_count(),
@@ -177,7 +177,7 @@ impl Placement {
         Ok(count)
     }
 
-    /// The placement with its lists read, which are on the host, if they fit a tensor.
+    /// Reads the lists, which must be on the host, and checks that they fit a tensor.
     pub(crate) fn read(&self, count: usize, tensor: Shape) -> Result<serving::Placement> {
         let placement = match &self.rows {
             Rows::Padded { entries } => {
@@ -227,7 +227,7 @@ impl From<Rows> for Placement {
     }
 }
 
-/// Refuse a list that the kernels could not read.
+/// Refuses a list that the kernels could not read.
 pub(crate) fn check_list(
     name: &str,
     list: &Tensor,
@@ -240,7 +240,7 @@ pub(crate) fn check_list(
     check_place(name, list, shape, device)
 }
 
-/// Refuse a tensor of another shape, with gaps, or on another device.
+/// Refuses a tensor of another shape, with gaps, or on another device.
 pub(crate) fn check_place(
     name: &str,
     tensor: &Tensor,
@@ -262,7 +262,7 @@ pub(crate) fn check_place(
     Ok(())
 }
 
-/// The numbers of a list that is on the host.
+/// Reads the numbers of a list that is on the host.
 fn numbers(list: &Tensor) -> Result<Vec<usize>> {
     let list = list.flatten_all()?;
     if list.dtype() == DType::U32 {

@@ -1,16 +1,16 @@
-//! Rotary embeddings.
+//! Rotary embeddings of new keys.
 
 use candle_core::Tensor;
 
-/// Rotary embedding: pairs of columns of a new key are rotated by the angle that its position has.
-/// Twice as many columns are rotated as the tables have, the first ones.
+/// A rotary embedding: pairs of columns of a new key are rotated by angles that depend on its
+/// position. The first `2 * pairs` columns are rotated, where `pairs` is the width of the tables.
 #[derive(Debug, Clone)]
 pub struct Rotary {
-    /// (positions, pairs), of the keys' type and on their device.
+    /// Cosines, (positions, pairs), of the keys' type and on their device.
     pub cosines: Tensor,
-    /// Of the shape of the cosines.
+    /// Sines, of the shape of the cosines.
     pub sines: Tensor,
-    /// Whether neighbours are pairs; else the first column of a pair is in the first half of those
-    /// that are rotated, and the second in the second.
+    /// Whether adjacent columns form a pair; otherwise the first column of each pair is in the
+    /// first half of the rotated columns, and the second in the second half.
     pub interleaved: bool,
 }

@@ -1,4 +1,4 @@
-//! Sequences of unequal lengths.
+//! Ragged batches of candle tensors: placements of queries and of keys.
 
 use candle_core::Tensor;
 
@@ -6,19 +6,19 @@ use crate::Placement;
 
 /// Where the queries of each sequence are, and where its keys and values.
 ///
-/// Masks are aligned for each sequence: its last query stands at its last key. By default, each
-/// sequence is all of a batch entry: what [`attend`](crate::attend) takes.
+/// Masks are aligned per sequence: its last query has the position of its last key. By default,
+/// each sequence is all of a batch entry, as [`attend`](crate::attend) takes them.
 #[derive(Debug, Clone, Default)]
 pub struct Sequences {
-    /// Of the query, and so of the output. Padded or packed.
+    /// Placement in the query and in the output: padded or packed.
     pub queries: Placement,
-    /// Of the key and the value.
+    /// Placement in the key and the value.
     pub keys: Placement,
 }
 
 impl Sequences {
-    /// Packed queries over packed keys: tensors (rows, heads, dim) with a list of cumulative lengths
-    /// and the length of the longest sequence for each.
+    /// Describes packed queries over packed keys: tensors (rows, heads, dim), with a list of
+    /// cumulative lengths and the maximum length for each.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -49,7 +49,7 @@ impl Sequences {
         }
     }
 
-    /// As many queries for each sequence over a cache in pages: decode. `lengths` counts the keys of
+    /// Describes decoding: padded queries over a paged cache. `lengths` is the number of keys of
     /// each sequence, those of its queries included.
     ///
     /// ```

@@ -1,4 +1,4 @@
-//! From PTX text to a cubin, by the compiler that comes with the driver.
+//! Compilation of PTX to cubins, with the compiler that comes with the driver.
 
 use std::ffi::CString;
 use std::time::Instant;
@@ -6,21 +6,21 @@ use std::time::Instant;
 use crate::compiler::PtxCompiler;
 use crate::{Cache, CacheEntry, CacheKey, CacheWarning, Device, Error, Result};
 
-/// How hard the compiler tries, as ptxas's `-O0` to `-O4`.
+/// Optimization level of the compiler, as ptxas's `-O0` to `-O4`.
 ///
-/// A low level keeps the order in which the PTX was written.
+/// A low level keeps the instruction order of the PTX.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum OptimizationLevel {
-    /// None at all.
+    /// No optimization.
     O0,
-    /// Little: the PTX's own schedule stays.
+    /// Little optimization: the schedule of the PTX is kept.
     O1,
-    /// Some.
+    /// Some optimization.
     O2,
-    /// What ptxas does when it is not told.
+    /// The default of ptxas.
     #[default]
     O3,
-    /// What the driver does when it is not told.
+    /// The default of the driver.
     O4,
 }
 
@@ -34,7 +34,7 @@ impl OptimizationLevel {
         OptimizationLevel::O4,
     ];
 
-    /// The number in its name.
+    /// Returns the number in the level's name.
     pub const fn number(self) -> u32 {
         self as u32
     }
@@ -44,23 +44,22 @@ impl OptimizationLevel {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Cubin {
-    /// The ELF file that [`Module::load`](crate::Module::load) takes. Where the
-    /// driver's compiler cannot be called by itself, the PTX text, which the
-    /// driver then compiles when it is loaded.
+    /// The ELF file that [`Module::load`](crate::Module::load) takes. Where the driver's compiler
+    /// cannot be called on its own, the PTX text, which the driver compiles when it is loaded.
     pub bytes: Vec<u8>,
-    /// What the compiler had to say, registers and spills included. Empty
-    /// where the cubin came from the cache.
+    /// Log of the compiler, including registers and spills. Empty where the cubin came from the
+    /// cache.
     pub log: String,
-    /// How long it took to compile, or to read from the cache.
+    /// Time to compile it, or to read it from the cache.
     pub milliseconds: f64,
     /// Whether the cubin came from the cache.
     pub cached: bool,
-    /// What went wrong with the cache. None of it makes the cubin any worse.
+    /// Failures of the cache. They do not affect the cubin.
     pub warnings: Vec<CacheWarning>,
 }
 
 impl Cubin {
-    /// What the cache gave or kept, asked since `start`.
+    /// Returns a cubin from an entry of the cache; the time counts from `start`.
     fn of(entry: CacheEntry, log: String, start: Instant) -> Self {
         let CacheEntry { bytes, cached, warnings } = entry;
         let milliseconds = start.elapsed().as_secs_f64() * 1e3;
@@ -71,7 +70,7 @@ impl Cubin {
 impl Device {
     /// Compiles a PTX text for this device, without any cache.
     ///
-    /// A text that the compiler refuses is [`Error::Compile`], with its log.
+    /// Returns [`Error::Compile`], with the compiler's log, for a text that the compiler refuses.
     pub fn compile(&self, ptx: &str, level: OptimizationLevel) -> Result<Cubin> {
         let start = Instant::now();
         let text = CString::new(ptx).map_err(|_| Error::Nul { what: "the PTX text" })?;
@@ -92,8 +91,8 @@ impl Device {
         Ok(Cubin { bytes, log, milliseconds, cached: false, warnings: Vec::new() })
     }
 
-    /// Takes the cubin of a PTX text from the cache, or compiles it and puts
-    /// it there. A broken cache is a warning in the answer, not an error.
+    /// Takes the cubin of a PTX text from the cache, or compiles it and stores it there. Failures
+    /// of the cache are warnings in the result, not errors.
     pub fn compile_cached(
         &self,
         ptx: &str,
@@ -101,7 +100,7 @@ impl Device {
         cache: &Cache,
     ) -> Result<Cubin> {
         if PtxCompiler::get().is_none() {
-            // The driver has a cache of its own for what it compiles.
+            // The driver has its own cache for what it compiles.
             return self.compile(ptx, level);
         }
         let start = Instant::now();
@@ -117,18 +116,18 @@ impl Device {
     /// Takes the cubin of a PTX text from the cache, if it is there.
     pub fn cached(&self, ptx: &str, level: OptimizationLevel, cache: &Cache) -> Option<Cubin> {
         let start = Instant::now();
-        // The only error of this call is the one made here: nothing to compile with.
+        // The only error is the closure's: the cubin is not in the cache.
         let entry = cache.get_or_compile(&self.cache_key(ptx, level), || Err(())).ok()?;
         Some(Cubin::of(entry, String::new(), start))
     }
 
-    /// Whether cubins can be compiled ahead. Where the driver's compiler cannot be called by
-    /// itself, a text is compiled while its module is loaded, one after the other.
+    /// Tells whether cubins can be compiled ahead of loading. Where the driver's compiler cannot be
+    /// called on its own, texts are compiled one at a time, while their modules are loaded.
     pub fn compiles_ahead(&self) -> bool {
         PtxCompiler::get().is_some()
     }
 
-    /// The cache's name for what [`Device::compile_cached`] compiles.
+    /// Returns the cache key of what [`Device::compile_cached`] compiles.
     pub fn cache_key(&self, ptx: &str, level: OptimizationLevel) -> CacheKey {
         let info = self.info();
         CacheKey::new(ptx, &info.driver, info.compute_capability, level)

@@ -1,11 +1,10 @@
-//! The PTX compiler that comes with the driver, called as a library of its own.
+//! The PTX compiler that comes with the driver, called as a library.
 //!
-//! The driver's own entry points do not serve: `cuLink...` compiles for
-//! linking, where `setmaxnreg` is ignored and a warp-specialised kernel spills
-//! (it ran at less than half its speed), and `cuModuleLoadData` keeps the
-//! machine code to itself and makes every launch wait until it is done. The
-//! library behind both has the PTX Compiler API: whole programs, cubins in our
-//! hands, any number of threads, and no context.
+//! The driver's own entry points do not suffice: `cuLink...` compiles for linking, where
+//! `setmaxnreg` is ignored and a warp-specialized kernel spills (it ran at less than half its
+//! speed), and `cuModuleLoadData` does not return the machine code and makes every launch wait
+//! until it is done. The library behind both has the PTX Compiler API: it compiles whole programs,
+//! returns cubins, works on any number of threads, and needs no context.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -34,12 +33,12 @@ pub(crate) struct PtxCompiler {
     program: (Size, Fill),
     information: (Size, Fill),
     errors: (Size, Fill),
-    /// Keeps them where they are.
+    /// Keeps the library, and with it the functions, loaded.
     _library: Library,
 }
 
 impl PtxCompiler {
-    /// The compiler of this machine's driver, where there is one.
+    /// Returns the compiler of this machine's driver, where there is one.
     pub(crate) fn get() -> Option<&'static PtxCompiler> {
         static COMPILER: OnceLock<Option<PtxCompiler>> = OnceLock::new();
         COMPILER.get_or_init(PtxCompiler::open).as_ref()
@@ -72,7 +71,7 @@ impl PtxCompiler {
         }
     }
 
-    /// Compiles a text: the cubin, and what the compiler had to say.
+    /// Compiles a text. Returns the cubin and the compiler's log.
     pub(crate) fn compile(
         &self,
         ptx: &CStr,
@@ -80,7 +79,7 @@ impl PtxCompiler {
         level: OptimizationLevel,
     ) -> Result<(Vec<u8>, String)> {
         let ComputeCapability { major, minor } = capability;
-        // What only one architecture has is under its name with an "a", since 9.0.
+        // Since 9.0, architecture-specific features are under the name with an "a".
         let suffix = if major >= 9 { "a" } else { "" };
         let options = [
             format!("--gpu-name=sm_{major}{minor}{suffix}"),
@@ -113,21 +112,21 @@ impl PtxCompiler {
     }
 }
 
-/// One compilation, which is forgotten at the end.
+/// One compilation, destroyed when dropped.
 struct Job<'a> {
     compiler: &'a PtxCompiler,
     handle: Handle,
 }
 
 impl Job<'_> {
-    /// What one of the compiler's pairs of functions has; empty if it has nothing.
+    /// Returns what one of the compiler's pairs of functions gives; empty on failure.
     fn bytes(&self, (size, fill): (Size, Fill)) -> Vec<u8> {
         let mut length = 0;
         // SAFETY: the handle is alive; writes one number.
         if unsafe { size(self.handle, &mut length) } != 0 {
             return Vec::new();
         }
-        // A log is filled with a NUL behind what its size says.
+        // A log is written with a NUL after the size that is reported.
         let mut bytes = vec![0u8; length + 1];
         // SAFETY: there is room for what the size says, and the NUL.
         if unsafe { fill(self.handle, bytes.as_mut_ptr().cast()) } != 0 {

@@ -1,4 +1,4 @@
-//! Devices: what they are, and the context that all calls on them share.
+//! Devices: their properties, and the context that all calls on them share.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use crate::error::check;
 use crate::{Driver, Error, Result};
 
-/// What a device's instructions and limits depend on, as in "9.0".
+/// The compute capability, on which a device's instructions and limits depend, as in "9.0".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ComputeCapability {
     /// 9 in "9.0".
@@ -24,12 +24,12 @@ impl fmt::Display for ComputeCapability {
     }
 }
 
-/// The number that stays with a device across reboots and machines.
+/// The UUID of a device, which stays the same across reboots and machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Uuid(pub [u8; 16]);
 
 impl fmt::Display for Uuid {
-    /// As `nvidia-smi -L` prints it.
+    /// Prints the UUID like `nvidia-smi -L`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;
         for (index, byte) in self.0.iter().enumerate() {
@@ -42,37 +42,37 @@ impl fmt::Display for Uuid {
     }
 }
 
-/// What a device is and has.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The driver's number for it, from 0.
+    /// Index of the device in the driver, from 0.
     pub ordinal: u32,
-    /// The product's name.
+    /// Product name.
     pub name: String,
-    /// Its unique number.
+    /// UUID of the device.
     pub uuid: Uuid,
-    /// What its instructions depend on.
+    /// Compute capability.
     pub compute_capability: ComputeCapability,
-    /// How many multiprocessors it has.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Its memory in bytes.
+    /// Size of device memory in bytes.
     pub memory_bytes: u64,
-    /// The most shared memory one block may have, once its kernel opts in.
+    /// Maximum shared memory per block in bytes, once the kernel opts in.
     pub shared_bytes_per_block: u32,
-    /// The shared memory of one multiprocessor.
+    /// Shared memory per multiprocessor in bytes.
     pub shared_bytes_per_multiprocessor: u32,
-    /// Its second-level cache in bytes.
+    /// Size of the L2 cache in bytes.
     pub l2_bytes: u64,
-    /// The peak clock of the multiprocessors.
+    /// Peak clock of the multiprocessors in kHz.
     pub clock_kilohertz: u32,
-    /// The driver that reported all this.
+    /// The driver that reported the properties.
     pub driver: Driver,
 }
 
 impl DeviceInfo {
-    /// Asks about a device without opening it: no context is made, which
-    /// would take a quarter of a second and some hundred megabytes.
+    /// Queries a device without opening it: no context is created, which would take a quarter of a
+    /// second and some hundred megabytes.
     pub fn query(ordinal: u32) -> Result<DeviceInfo> {
         Ok(query(ordinal)?.1)
     }
@@ -138,10 +138,10 @@ fn query(ordinal: u32) -> Result<(sys::CUdevice, DeviceInfo)> {
     Ok((device, info))
 }
 
-/// A device and its primary context, which it shares with PyTorch and every
-/// other user of the CUDA runtime in the process.
+/// A device with its primary context, which it shares with PyTorch and every other user of the CUDA
+/// runtime in the process.
 ///
-/// Cheap to clone, and free to move between threads.
+/// Cheap to clone; may be shared between threads.
 #[derive(Clone)]
 pub struct Device {
     shared: Arc<Shared>,
@@ -168,13 +168,13 @@ impl Drop for Shared {
 }
 
 impl Device {
-    /// How many devices there are.
+    /// Returns the number of devices.
     pub fn count() -> Result<u32> {
         Driver::probe()?.device_count()
     }
 
-    /// Opens a device. The first time in a process this makes its context,
-    /// which takes about 0.3 s.
+    /// Opens a device. The first time in a process this creates its context, which takes about 0.3
+    /// s.
     pub fn open(ordinal: u32) -> Result<Device> {
         let (handle, info) = query(ordinal)?;
         let mut context = std::ptr::null_mut();
@@ -184,17 +184,17 @@ impl Device {
         Ok(Device { shared: Arc::new(Shared { handle, context, info }) })
     }
 
-    /// What it is and has.
+    /// Returns the properties of the device.
     pub fn info(&self) -> &DeviceInfo {
         &self.shared.info
     }
 
-    /// The driver's number for it.
+    /// Returns the index of the device in the driver.
     pub fn ordinal(&self) -> u32 {
         self.shared.info.ordinal
     }
 
-    /// The memory that is free now, in bytes.
+    /// Returns the free device memory in bytes.
     pub fn free_memory(&self) -> Result<u64> {
         let _bound = self.bind()?;
         let (mut free, mut total) = (0, 0);
@@ -203,26 +203,25 @@ impl Device {
         Ok(free as u64)
     }
 
-    /// Waits for everything on the device, on all streams of the process.
+    /// Waits for all work on the device, on all streams of the process.
     pub fn synchronize(&self) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: a context is bound.
         check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
     }
 
-    /// Makes the context current on this thread for as long as the answer
-    /// lives, and then puts back what was there.
+    /// Makes the context current on this thread until the returned guard is dropped, which restores
+    /// the context that was current before.
     ///
-    /// Putting back matters inside PyTorch, where a thread's current context
-    /// is its current device. In the usual case the context is current
-    /// already and this is one cheap call.
+    /// Restoring matters inside PyTorch, where a thread's current context is its current device.
+    /// Usually the context is current already, and this is one cheap call.
     pub(crate) fn bind(&self) -> Result<Bound> {
         let mut current = std::ptr::null_mut();
         // SAFETY: the driver is initialised, since there is a device.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
         if current.is_null() {
-            // Nobody's context is displaced, so ours may stay: the next call
-            // finds it there.
+            // No other context is displaced, so ours may stay current: the next call finds it
+            // there.
             // SAFETY: as below.
             let result = unsafe { sys::cuCtxSetCurrent(self.shared.context) };
             check("cuCtxSetCurrent", result)?;
@@ -237,7 +236,7 @@ impl Device {
         Ok(Bound { pushed, thread: PhantomData })
     }
 
-    /// An error unless `other` is this device.
+    /// Returns an error unless `other` is this device.
     pub(crate) fn expect_same(&self, other: &Device, what: &'static str) -> Result<()> {
         if self.shared.context == other.shared.context {
             return Ok(());
@@ -260,7 +259,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// The device's context is current on this thread while this lives.
+/// Guard during whose life the device's context is current on this thread.
 pub(crate) struct Bound {
     pushed: bool,
     /// Not `Send`: a current context belongs to one thread.

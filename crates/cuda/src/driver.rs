@@ -1,4 +1,4 @@
-//! Whether there is a CUDA driver, and which: asked before anything else.
+//! Detection and initialization of the CUDA driver, on which everything else depends.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -21,7 +21,7 @@ impl DriverVersion {
     /// The oldest driver that has tensor maps and cluster launches.
     pub const OLDEST: DriverVersion = DriverVersion { major: 12, minor: 0 };
 
-    /// From the driver's number, 12040 for "12.4".
+    /// Decodes the driver's version number, 12040 for "12.4".
     fn from_number(number: i32) -> DriverVersion {
         let number = number.max(0) as u32;
         DriverVersion { major: number / 1000, minor: number % 1000 / 10 }
@@ -34,10 +34,10 @@ impl fmt::Display for DriverVersion {
     }
 }
 
-/// The CUDA driver of this machine, loaded and initialised.
+/// The CUDA driver of this machine, loaded and initialized.
 ///
-/// Everything else in this crate passes through [`Driver::probe`] first, so
-/// that a machine without a driver gets an [`Error`] and never a panic.
+/// Everything else in this crate calls [`Driver::probe`] first, so that a machine without a driver
+/// gets an [`Error`] and never a panic.
 ///
 /// ```
 /// match flashcore_cuda::Driver::probe() {
@@ -47,18 +47,17 @@ impl fmt::Display for DriverVersion {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Driver {
-    /// The CUDA version that it supports.
+    /// The CUDA version that the driver supports.
     pub version: DriverVersion,
-    /// The release of its kernel module, as in "580.65.06", where the system
-    /// tells: two releases of one CUDA version may compile differently.
+    /// Release of the kernel module, as in "580.65.06", where the system reports it: two releases
+    /// of one CUDA version may compile differently.
     pub release: Option<String>,
 }
 
 impl Driver {
-    /// Loads and initialises the driver, or says why that cannot be done.
+    /// Loads and initializes the driver, or says why that is not possible.
     ///
-    /// Success is remembered. Failure is not, so that a driver that is
-    /// installed later is found.
+    /// Success is remembered, failure is not, so that a driver that is installed later is found.
     pub fn probe() -> Result<&'static Driver> {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         if let Some(driver) = DRIVER.get() {
@@ -82,7 +81,7 @@ impl Driver {
         Ok(DRIVER.get_or_init(|| Driver { version, release: release() }))
     }
 
-    /// How many devices the driver sees.
+    /// Returns the number of devices that the driver sees.
     pub(crate) fn device_count(&self) -> Result<u32> {
         let mut count = 0;
         // SAFETY: a `Driver` exists only after cuInit succeeded.
@@ -91,7 +90,7 @@ impl Driver {
     }
 }
 
-/// The error with what caused it: libloading keeps the loader's words there.
+/// Returns the message of the error's source, where libloading keeps the loader's own words.
 fn words(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     source.map_or_else(|| error.to_string(), ToString::to_string)
@@ -99,9 +98,9 @@ fn words(error: &libloading::Error) -> String {
 
 /// Opens the driver library and asks for its version.
 ///
-/// `cudarc` panics where the library or a function in it is missing, so the
-/// library is opened here first; `cudarc` has a test of its own, but only in
-/// builds that load dynamically, and another crate of a user's may pick linking.
+/// `cudarc` panics where the library or a function in it is missing, so the library is opened here
+/// first. `cudarc` has a check of its own, but only in builds that load dynamically, and another
+/// crate in a user's build may select linking.
 fn library_version() -> Result<DriverVersion> {
     #[cfg(windows)]
     const NAMES: [&str; 1] = ["nvcuda.dll"];
@@ -143,7 +142,7 @@ fn library_version() -> Result<DriverVersion> {
     Ok(DriverVersion::from_number(version))
 }
 
-/// The kernel module's release, where Linux tells.
+/// Returns the release of the kernel module, where Linux reports it.
 fn release() -> Option<String> {
     let text = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
     let text = text.trim();

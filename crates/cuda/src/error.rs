@@ -1,20 +1,20 @@
-//! What can go wrong between a caller and the driver, in one-line messages.
+//! The errors of this crate, with one-line messages.
 
 use cudarc::driver::sys;
 
 use crate::{DriverVersion, TensorMapError};
 
-/// The result of everything in this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call did not do what was asked.
+/// Why a call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// There is no usable CUDA driver on this machine.
     #[error("no usable CUDA driver: {reason}")]
     NoDriver {
-        /// What was tried and what it answered.
+        /// What was tried, and how it failed.
         reason: String,
     },
     /// The driver is older than the first one that has what FlashCore needs.
@@ -25,46 +25,46 @@ pub enum Error {
         /// The oldest version that works.
         needed: DriverVersion,
     },
-    /// The driver is there, and sees no GPU.
+    /// The driver is present but sees no GPU.
     #[error("the CUDA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)")]
     NoDevice,
-    /// The ordinal is not that of a device.
+    /// There is no device with this ordinal.
     #[error("there is no device {ordinal}: the driver sees {count}")]
     InvalidDevice {
-        /// The ordinal that was asked for.
+        /// The requested ordinal.
         ordinal: u32,
-        /// How many devices there are.
+        /// Number of devices.
         count: u32,
     },
-    /// The driver refused a PTX text.
+    /// The compiler refused a PTX text.
     #[error("the driver could not compile the PTX: {log}")]
     Compile {
-        /// The compiler's own words, which name the lines of the PTX text.
+        /// The compiler's log, which names lines of the PTX text.
         log: String,
     },
-    /// A text holds a NUL character, which the driver takes for its end.
+    /// A text contains a NUL character, which the driver would take for its end.
     #[error("{what} holds a NUL character")]
     Nul {
-        /// Which text.
+        /// Name of the text.
         what: &'static str,
     },
-    /// The device has too little free memory.
+    /// The device has not enough free memory.
     #[error("the device has no {bytes} bytes of memory left")]
     OutOfMemory {
-        /// How much was asked for.
+        /// Number of bytes requested.
         bytes: u64,
     },
     /// Two sizes that must agree do not.
     #[error("{what}: {expected} bytes expected, {found} given")]
     Size {
-        /// Which operation.
+        /// Name of the operation.
         what: &'static str,
-        /// The size that fits.
+        /// The expected size.
         expected: u64,
         /// The size that was given.
         found: u64,
     },
-    /// A range reaches beyond its buffer.
+    /// A range extends beyond its buffer.
     #[error("bytes {start}..{end} are outside of a buffer of {bytes}")]
     OutOfRange {
         /// The first byte of the range.
@@ -74,80 +74,80 @@ pub enum Error {
         /// The size of the buffer.
         bytes: u64,
     },
-    /// An address or a size is not a multiple of what the operation needs.
+    /// An address or a size is not a multiple of what the operation requires.
     #[error("{what} must be a multiple of {multiple} bytes, and is {found}")]
     Misaligned {
-        /// Which number.
+        /// Name of the number.
         what: &'static str,
-        /// What it must be a multiple of.
+        /// The required divisor.
         multiple: u64,
-        /// What it is.
+        /// The value that was given.
         found: u64,
     },
     /// A tensor cannot be described to the copy engine.
     #[error("a tensor map cannot be made: {0}")]
     TensorMap(#[from] TensorMapError),
-    /// What should be machine code is something else, or cut short.
+    /// An image is not a complete ELF file or PTX text.
     #[error("the cubin is not a whole ELF file")]
     InvalidCubin,
-    /// A module has no kernel of that name.
+    /// A module has no kernel of this name.
     #[error("the module has no kernel named `{name}`")]
     NoFunction {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
     },
-    /// The declared parameters of a kernel, its code and its arguments differ.
+    /// The declared parameters of a kernel do not match its code or its arguments.
     #[error("kernel `{function}`: {reason}")]
     Signature {
-        /// The name of the kernel.
+        /// Name of the kernel.
         function: String,
-        /// What differs.
+        /// What does not match.
         reason: String,
     },
-    /// A kernel cannot be launched in the shape that was asked for.
+    /// A kernel cannot be launched with these dimensions or this much shared memory.
     #[error("kernel `{function}` cannot be launched: {reason}")]
     Launch {
-        /// The name of the kernel.
+        /// Name of the kernel.
         function: String,
-        /// Which limit is exceeded.
+        /// The limit that is exceeded.
         reason: String,
     },
-    /// Two things that must live on one device live on two.
+    /// Two objects that must be on the same device are not.
     #[error("{what} belongs to device {found}, not to device {expected}")]
     WrongDevice {
-        /// Which thing.
+        /// Name of the object.
         what: &'static str,
-        /// The device it should be on.
+        /// Ordinal of the expected device.
         expected: u32,
-        /// The device it is on.
+        /// Ordinal of the object's device.
         found: u32,
     },
-    /// A deliberate operation on the cubin cache, such as clearing it, failed.
+    /// An explicit operation on the cubin cache, such as clearing it, failed.
     ///
     /// Failures while compiling through the cache are never errors; see
     /// [`CacheWarning`](crate::CacheWarning).
     #[error("the cubin cache at {path}: {reason}")]
     Cache {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: String,
-        /// What the operating system answered.
+        /// The error of the operating system.
         reason: String,
     },
-    /// The driver answered with an error that has no variant of its own.
+    /// The driver returned an error without a variant of its own.
     #[error("{what} failed: {text} ({name}, {code})")]
     Call {
-        /// The driver function.
+        /// Name of the driver function.
         what: &'static str,
-        /// The driver's number for the error.
+        /// The driver's error number.
         code: u32,
-        /// The driver's name for the error.
+        /// The driver's error name.
         name: String,
-        /// The driver's sentence for the error.
+        /// The driver's description of the error.
         text: String,
     },
 }
 
-/// The driver's error numbers that this crate tells apart.
+/// The driver's error numbers that this crate distinguishes.
 pub(crate) mod code {
     pub(crate) const INVALID_VALUE: u32 = 1;
     pub(crate) const OUT_OF_MEMORY: u32 = 2;
@@ -156,16 +156,16 @@ pub(crate) mod code {
     pub(crate) const NOT_READY: u32 = 600;
 }
 
-/// The number behind a driver result.
+/// Returns the number of a driver result.
 ///
-/// Numbers are compared, and the enum is never matched on: the bindings are
-/// those of CUDA 12.0, and a later driver may return a number that they lack.
-/// All numbers, known or not, are between the enum's first and last (0..=999).
+/// Numbers are compared instead of matching on the enum: the bindings are those of CUDA 12.0, and a
+/// later driver may return a number that they lack. All numbers, known or not, are between the
+/// enum's first and last (0..=999).
 pub(crate) fn number(result: sys::CUresult) -> u32 {
     result as u32
 }
 
-/// Turns a driver result into ours; `what` is the driver function's name.
+/// Converts a driver result; `what` is the name of the driver function.
 pub(crate) fn check(what: &'static str, result: sys::CUresult) -> Result<()> {
     if number(result) == 0 {
         return Ok(());
@@ -173,7 +173,7 @@ pub(crate) fn check(what: &'static str, result: sys::CUresult) -> Result<()> {
     Err(failed(what, result))
 }
 
-/// The error for a driver result that is known not to be success.
+/// Returns the error for a driver result other than success.
 #[cold]
 pub(crate) fn failed(what: &'static str, result: sys::CUresult) -> Error {
     let mut name = std::ptr::null();

@@ -1,4 +1,4 @@
-//! Events: marks in a stream, to wait for and to measure time between.
+//! Events: points in a stream to wait for, and to measure the time between.
 
 use std::fmt;
 use std::ptr::null_mut;
@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use crate::error::{check, code, number};
 use crate::{Device, Result, Stream};
 
-/// A mark that a device passes, with the time at which it did.
+/// A point in a stream, with the time at which the device reached it.
 pub struct Event {
     device: Device,
     handle: sys::CUevent,
@@ -20,7 +20,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that no stream has passed yet.
+    /// Creates an event that is not recorded yet.
     pub fn new(device: &Device) -> Result<Event> {
         let _bound = device.bind()?;
         let mut handle = null_mut();
@@ -30,8 +30,8 @@ impl Event {
         Ok(Event { device: device.clone(), handle })
     }
 
-    /// Puts the mark on a stream, behind all that is there. A mark that was
-    /// put before is forgotten.
+    /// Records the event on a stream, after all work that is enqueued there. It replaces an earlier
+    /// record.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.device.expect_same(stream.device(), "the stream")?;
         let _bound = self.device.bind()?;
@@ -39,14 +39,14 @@ impl Event {
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream.raw()) })
     }
 
-    /// Waits until the mark is passed.
+    /// Waits until the event is reached.
     pub fn synchronize(&self) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: the handle is alive.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.handle) })
     }
 
-    /// Whether the mark is passed.
+    /// Tells whether the event is reached.
     pub fn is_passed(&self) -> Result<bool> {
         let _bound = self.device.bind()?;
         // SAFETY: the handle is alive.
@@ -57,8 +57,8 @@ impl Event {
         check("cuEventQuery", result).map(|()| true)
     }
 
-    /// The milliseconds from `start` to this mark, once both are passed. The
-    /// device's clock is good for about half a microsecond.
+    /// Returns the milliseconds from `start` to this event, once both are reached. The resolution
+    /// of the device's clock is about half a microsecond.
     pub fn milliseconds_since(&self, start: &Event) -> Result<f64> {
         self.device.expect_same(&start.device, "the first event")?;
         let _bound = self.device.bind()?;
@@ -81,7 +81,7 @@ impl Drop for Event {
             return;
         };
         // SAFETY: made in `new` and destroyed once; the driver keeps what it
-        // needs of a mark that is still on a stream.
+        // needs of an event that is still on a stream.
         let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
     }
 }

@@ -1,28 +1,29 @@
-//! Work in the driver that the end of the process must wait for.
+//! Work inside the driver for which the exit of the process must wait.
 //!
-//! When a process ends, its libraries are torn down while its threads still run. One that compiles
-//! then works in memory that is gone, and the process crashes after all its work was done.
+//! When a process exits, its libraries are torn down while its threads still run. A thread that is
+//! compiling then uses memory that is gone, and the process crashes after all its work is done.
 
 use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, Once, PoisonError};
 
-/// How many threads do such work.
+/// Number of threads with such work.
 static WORKING: Mutex<usize> = Mutex::new(0);
 static FINISHED: Condvar = Condvar::new();
 
-/// Work of a thread of its own, from when this is made until it is dropped.
+/// Work on a background thread, from the creation of this guard until it is dropped.
 #[derive(Debug)]
 pub struct Unfinished(());
 
 impl Unfinished {
-    /// Work that begins.
+    /// Starts such work.
     pub fn begin() -> Self {
         *WORKING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         Unfinished(())
     }
 
-    /// Makes the end of the process wait for all such work. To be called once the libraries that it
-    /// needs are loaded and were used: what was registered last is called first.
+    /// Makes the exit of the process wait for all such work. Must be called after the libraries
+    /// that the work needs are loaded and have been used: exit handlers run in reverse order of
+    /// registration.
     pub fn finish_before_exit() {
         static REGISTER: Once = Once::new();
         REGISTER.call_once(|| {
@@ -41,7 +42,7 @@ impl Drop for Unfinished {
 }
 
 unsafe extern "C" {
-    /// Of the C library, which every process has.
+    /// From the C library, which every process has.
     fn atexit(function: extern "C" fn()) -> c_int;
 }
 

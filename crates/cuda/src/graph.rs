@@ -1,4 +1,4 @@
-//! Graphs: work that is captured once and launched many times as a whole.
+//! CUDA graphs: work that is captured once and launched many times as a whole.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -10,10 +10,9 @@ use cudarc::driver::sys;
 use crate::error::check;
 use crate::{Device, Driver, Error, Result, Stream};
 
-/// Work that was captured.
+/// A captured graph.
 ///
-/// It does not keep the memory that its kernels use: buffers must outlive the
-/// last launch.
+/// It does not keep the memory that its kernels use alive: buffers must outlive the last launch.
 pub struct Graph {
     device: Device,
     handle: sys::CUgraph,
@@ -25,11 +24,10 @@ unsafe impl Send for Graph {}
 unsafe impl Sync for Graph {}
 
 impl Stream {
-    /// Captures what `work` puts on this stream into a graph instead of
-    /// running it.
+    /// Captures what `work` enqueues on this stream into a graph instead of running it.
     ///
-    /// Only what this thread does counts, and it may neither wait for the
-    /// device nor allocate. The default stream cannot be captured.
+    /// Only work of this thread is captured, and `work` may neither wait for the device nor
+    /// allocate. The default stream cannot be captured.
     pub fn capture<E: From<Error>>(
         &self,
         work: impl FnOnce(&Stream) -> Result<(), E>,
@@ -40,17 +38,17 @@ impl Stream {
     }
 }
 
-/// A capture under way on a stream, whoever began it.
+/// An ongoing capture on a stream, whoever began it.
 #[derive(Debug)]
 pub struct Recording<'stream> {
     id: u64,
     graph: sys::CUgraph,
-    /// While the capture lasts, so does its graph.
+    /// The graph lives as long as the capture.
     stream: PhantomData<&'stream Stream>,
 }
 
 impl Stream {
-    /// The capture that what is put on this stream goes to. None on the default stream, which
+    /// Returns the capture to which work on this stream goes. `None` on the default stream, which
     /// cannot be captured.
     pub fn recording(&self) -> Result<Option<Recording<'_>>> {
         if self.raw().is_null() {
@@ -77,13 +75,13 @@ impl Stream {
 }
 
 impl Recording<'_> {
-    /// A number that no other capture of this process has.
+    /// Returns a number that is unique among the captures of this process.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Gives something to the graph that is being captured: it is dropped when neither the graph
-    /// nor what was instantiated from it is left. That may happen on a thread of the driver's, in
+    /// Hands ownership of a value to the graph that is being captured: it is dropped when neither
+    /// the graph nor any instance of it is left. That may happen on a thread of the driver, on
     /// which the driver must not be called.
     pub fn give<T: Send + 'static>(&self, thing: T) -> Result<()> {
         unsafe extern "C" fn take<T>(thing: *mut c_void) {
@@ -108,8 +106,8 @@ impl Recording<'_> {
     }
 }
 
-/// A capture under way; dropped early, by an error or a panic, it is ended and
-/// thrown away, so that the stream works again.
+/// An ongoing capture. If it is dropped early, by an error or a panic, it is ended and its graph
+/// discarded, so that the stream works again.
 struct Capture<'stream> {
     stream: &'stream Stream,
     under_way: bool,
@@ -118,7 +116,8 @@ struct Capture<'stream> {
 impl<'stream> Capture<'stream> {
     fn begin(stream: &'stream Stream) -> Result<Capture<'stream>> {
         let _bound = stream.device().bind()?;
-        // Not global: an allocation in another thread would break the capture.
+        // Not the global mode, in which an allocation on another thread would invalidate the
+        // capture.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the handle is alive.
         let result = unsafe { sys::cuStreamBeginCapture_v2(stream.raw(), mode) };
@@ -134,7 +133,7 @@ impl<'stream> Capture<'stream> {
         // SAFETY: ends the capture that `begin` began, on the same thread,
         // since a `Capture` never leaves `Stream::capture`.
         let result = unsafe { sys::cuStreamEndCapture(self.stream.raw(), &mut handle) };
-        // Made before the check: a graph that comes with an error is destroyed.
+        // Created before the check, so that a graph returned with an error is destroyed.
         let graph = Graph { device: device.clone(), handle };
         check("cuStreamEndCapture", result)?;
         Ok(graph)
@@ -149,12 +148,12 @@ impl Drop for Capture<'_> {
     }
 }
 
-/// While this lives, the calling thread may allocate, free and load modules
-/// though a stream is being captured, by itself or by another thread.
+/// While this lives, the calling thread may allocate, free and load modules even though a stream is
+/// being captured, by this or another thread.
 ///
-/// PyTorch captures in the driver's global mode, in which an allocation on any
-/// thread is refused and breaks the capture. What is done meanwhile is not
-/// captured, so it must be meant for all launches of the graph.
+/// PyTorch captures in the driver's global mode, in which an allocation on any thread is refused
+/// and invalidates the capture. Work under this guard is not captured, so its effect must hold for
+/// all launches of the graph.
 #[derive(Debug)]
 pub struct RelaxedCapture {
     before: sys::CUstreamCaptureMode,
@@ -163,7 +162,7 @@ pub struct RelaxedCapture {
 }
 
 impl RelaxedCapture {
-    /// Relaxes the mode of this thread until the answer is dropped.
+    /// Relaxes the mode of this thread until the returned guard is dropped.
     pub fn begin() -> Result<RelaxedCapture> {
         Driver::probe()?;
         let before = exchange(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
@@ -177,7 +176,7 @@ impl Drop for RelaxedCapture {
     }
 }
 
-/// Sets the calling thread's mode, and gives the one before.
+/// Sets the calling thread's capture mode, and returns the previous one.
 fn exchange(mut mode: sys::CUstreamCaptureMode) -> Result<sys::CUstreamCaptureMode> {
     // SAFETY: the driver is initialised; reads one of the three modes and
     // writes another.
@@ -187,7 +186,7 @@ fn exchange(mut mode: sys::CUstreamCaptureMode) -> Result<sys::CUstreamCaptureMo
 }
 
 impl Graph {
-    /// Makes a graph that can be launched.
+    /// Instantiates the graph, so that it can be launched.
     pub fn instantiate(&self) -> Result<ExecutableGraph> {
         let _bound = self.device.bind()?;
         let mut handle = null_mut();
@@ -217,7 +216,7 @@ impl fmt::Debug for Graph {
     }
 }
 
-/// A graph that can be launched.
+/// An instantiated graph, which can be launched.
 pub struct ExecutableGraph {
     device: Device,
     handle: sys::CUgraphExec,
@@ -230,7 +229,7 @@ unsafe impl Send for ExecutableGraph {}
 unsafe impl Sync for ExecutableGraph {}
 
 impl ExecutableGraph {
-    /// Puts the whole graph on a stream. Does not wait.
+    /// Enqueues the whole graph on a stream. Does not wait.
     pub fn launch(&mut self, stream: &Stream) -> Result<()> {
         self.device.expect_same(stream.device(), "the stream")?;
         let _bound = self.device.bind()?;

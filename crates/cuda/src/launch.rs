@@ -1,4 +1,4 @@
-//! Launches: the shape of a grid, the arguments of a kernel, and the call.
+//! Launches: grid dimensions, kernel arguments, and the call to the driver.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
 use crate::error::check;
 use crate::{DeviceAddress, Error, Function, Result, Stream, TensorMap};
 
-/// What one parameter of a kernel takes.
+/// The type of a kernel parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Parameter {
     /// `.u32` or `.b32` in PTX.
@@ -28,7 +28,7 @@ pub enum Parameter {
 }
 
 impl Parameter {
-    /// Its size.
+    /// Returns the size in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Parameter::U32 | Parameter::I32 | Parameter::F32 => 4,
@@ -51,7 +51,7 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// One argument of a kernel. Made from the plain types by `From`.
+/// One kernel argument. Converts from the plain types by `From`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Argument {
     /// For [`Parameter::U32`].
@@ -93,14 +93,14 @@ impl Argument {
     }
 }
 
-/// The most arguments a kernel can be launched with. CUDA's own limit is in
-/// bytes, 4 KiB on every device; this one keeps the launch off the heap.
+/// Maximum number of arguments of a launch. CUDA's own limit is in bytes, 4 KiB on every device;
+/// this one keeps launches off the heap.
 pub const MAX_ARGUMENTS: usize = 96;
 
 /// The arguments of a kernel, in order.
 ///
-/// Made once and launched with many times: neither [`Arguments::set`] nor a
-/// launch allocates.
+/// They are built once and used for many launches: neither [`Arguments::set`] nor a launch
+/// allocates.
 ///
 /// ```
 /// use flashcore_cuda::{Arguments, DeviceAddress};
@@ -114,18 +114,19 @@ pub const MAX_ARGUMENTS: usize = 96;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Arguments {
-    /// What each is.
+    /// Type of each argument.
     kinds: Vec<Parameter>,
-    /// The word of `blocks` that each begins with.
+    /// Index of the word of `blocks` at which each argument begins.
     places: Vec<usize>,
-    /// Where they lie: a tensor map is a block, and others have a word each, of which the first bytes count.
-    /// In one piece, so that a launch finds each by adding.
+    /// Storage of the arguments, in one allocation so that a launch computes each address by an
+    /// addition. A tensor map takes a whole block; every other argument takes one word, of which
+    /// the first bytes count.
     blocks: Vec<Block>,
-    /// Words of the blocks that are taken.
+    /// Number of words of `blocks` in use.
     taken: usize,
 }
 
-/// As large and as aligned as a tensor map.
+/// A piece of storage with the size and alignment of a tensor map.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(align(128))]
 struct Block([u64; BLOCK_WORDS]);
@@ -133,22 +134,22 @@ struct Block([u64; BLOCK_WORDS]);
 const BLOCK_WORDS: usize = 16;
 
 impl Arguments {
-    /// No arguments yet.
+    /// Creates an empty list of arguments.
     pub fn new() -> Arguments {
         Arguments::default()
     }
 
-    /// How many there are.
+    /// Returns the number of arguments.
     pub fn len(&self) -> usize {
         self.kinds.len()
     }
 
-    /// Whether there are none.
+    /// Tells whether there are no arguments.
     pub fn is_empty(&self) -> bool {
         self.kinds.is_empty()
     }
 
-    /// Forgets all, and keeps the room they took.
+    /// Removes all arguments, and keeps the allocation.
     pub fn clear(&mut self) {
         self.kinds.clear();
         self.places.clear();
@@ -156,7 +157,7 @@ impl Arguments {
         self.taken = 0;
     }
 
-    /// Adds the next argument.
+    /// Appends an argument.
     pub fn push(&mut self, argument: impl Into<Argument>) -> &mut Arguments {
         let argument = argument.into();
         let is_map = matches!(argument, Argument::TensorMap(_));
@@ -180,7 +181,7 @@ impl Arguments {
         }
     }
 
-    /// Replaces an argument with another of its kind.
+    /// Replaces an argument by another of the same type.
     pub fn set(&mut self, index: usize, argument: impl Into<Argument>) -> Result<()> {
         let argument = argument.into();
         let mismatch = |reason| Error::Signature { function: "(arguments)".to_owned(), reason };
@@ -198,7 +199,7 @@ impl Arguments {
         Ok(())
     }
 
-    /// An error unless these are what the parameters take.
+    /// Returns an error unless the arguments match the parameters.
     fn check(&self, name: &str, parameters: &[Parameter]) -> Result<()> {
         if self.kinds == parameters && self.kinds.len() <= MAX_ARGUMENTS {
             return Ok(());
@@ -212,7 +213,7 @@ impl Arguments {
             return Err(signature(format!("more than {MAX_ARGUMENTS} arguments")));
         }
         for (index, (&given, &taken)) in self.kinds.iter().zip(parameters).enumerate() {
-            // An address is a number to the kernel.
+            // To the kernel, an address is a number.
             let fits =
                 given == taken || matches!((given, taken), (Parameter::Address, Parameter::U64));
             if !fits {
@@ -224,9 +225,9 @@ impl Arguments {
         Ok(())
     }
 
-    /// Where each argument lies, and zeros for parameters that a kernel has
-    /// beyond them. Valid while `self` is borrowed; the driver
-    /// reads through the pointers and never writes.
+    /// Returns a pointer to each argument, and pointers to zeros for further parameters that a
+    /// kernel may have. They are valid while `self` is borrowed; the driver only reads through
+    /// them.
     fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
         let nothing: *const Nothing = &NOTHING;
         let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
@@ -238,14 +239,13 @@ impl Arguments {
     }
 }
 
-/// What a parameter reads that was not declared: as large as all parameters
-/// of a kernel may be.
+/// Zeros for parameters that were not declared: as large as all parameters of a kernel may be.
 #[repr(align(128))]
 struct Nothing(#[allow(dead_code)] [u8; 4096]); // read by the driver
 
 static NOTHING: Nothing = Nothing([0; 4096]);
 
-/// An argument that is not a tensor map, in the first bytes of a word.
+/// Returns an argument other than a tensor map, in the first bytes of a word.
 fn word(argument: &Argument) -> u64 {
     let low = |[a, b, c, d]: [u8; 4]| u64::from_ne_bytes([a, b, c, d, 0, 0, 0, 0]);
     match argument {
@@ -258,7 +258,7 @@ fn word(argument: &Argument) -> u64 {
     }
 }
 
-/// The shape of a launch.
+/// The dimensions of a launch.
 ///
 /// ```
 /// let launch = flashcore_cuda::Launch {
@@ -272,17 +272,17 @@ fn word(argument: &Argument) -> u64 {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launch {
-    /// Blocks in the grid.
+    /// Number of blocks in the grid.
     pub grid: [u32; 3],
-    /// Threads in a block.
+    /// Number of threads per block.
     pub block: [u32; 3],
-    /// Blocks in a cluster; all ones for none.
+    /// Number of blocks per cluster; all ones without clusters.
     pub cluster: [u32; 3],
-    /// Dynamic shared memory per block.
+    /// Dynamic shared memory per block in bytes.
     pub shared_bytes: u32,
-    /// Whether the kernel may begin before the one in front of it on the
-    /// stream has ended (programmatic dependent launch). It must then wait
-    /// with `griddepcontrol.wait` before it reads what that one writes.
+    /// Whether the kernel may begin before the previous kernel on the stream has ended
+    /// (programmatic dependent launch). It must then execute `griddepcontrol.wait` before it reads
+    /// what that kernel writes.
     pub programmatic: bool,
 }
 
@@ -299,7 +299,7 @@ impl Default for Launch {
     }
 }
 
-/// What of a function and its device limits a launch.
+/// The limits of a function and its device.
 struct Limits {
     threads: u32,
     shared_bytes: u32,
@@ -308,7 +308,7 @@ struct Limits {
 }
 
 impl Launch {
-    /// Which limit the launch exceeds, if any.
+    /// Returns which limit the launch exceeds, if any.
     fn check(&self, limits: &Limits) -> Result<(), String> {
         let [grid, block, cluster] = [self.grid, self.block, self.cluster];
         if [grid, block, cluster].as_flattened().contains(&0) {
@@ -318,7 +318,8 @@ impl Launch {
             return Err(format!("grid {grid:?} exceeds [2147483647, 65535, 65535]"));
         }
         let product = |extent: [u32; 3]| -> u64 { extent.iter().map(|&n| u64::from(n)).product() };
-        // Three factors of 32 bits overflow 64, so each is looked at first.
+        // The product of three 32-bit factors can overflow 64 bits, so each factor is checked
+        // first.
         let threads = limits.threads;
         if block.iter().any(|&n| n > 1024) || product(block) > threads.into() {
             return Err(format!("block {block:?} has more than the {threads} threads it may have"));
@@ -349,7 +350,7 @@ impl Launch {
         Ok(())
     }
 
-    /// The launch attributes, and how many of them count.
+    /// Returns the launch attributes, and how many of them are set.
     fn attributes(&self) -> ([sys::CUlaunchAttribute; 2], usize) {
         let none = sys::CUlaunchAttribute {
             id: AttributeId::CU_LAUNCH_ATTRIBUTE_IGNORE,
@@ -374,7 +375,7 @@ impl Launch {
         (attributes, count)
     }
 
-    /// The driver's form of this. It points to the attributes.
+    /// Returns the driver's configuration, which points to the attributes.
     fn configuration(
         &self,
         stream: sys::CUstream,
@@ -396,12 +397,11 @@ impl Launch {
 }
 
 impl Function {
-    /// Puts the kernel on a stream. Does not wait, and does not allocate.
+    /// Enqueues the kernel on a stream. Neither waits nor allocates.
     ///
-    /// The shape is checked against the limits of kernel and device, and the
-    /// arguments against the parameters. That the addresses among them are
-    /// right is the caller's business: a kernel that follows a wrong one is
-    /// reported when the stream is next synchronised.
+    /// The dimensions are checked against the limits of kernel and device, and the arguments
+    /// against the parameters. The caller is responsible for the addresses among them: a kernel
+    /// that accesses an invalid one is reported when the stream is next synchronized.
     pub fn launch(&self, stream: &Stream, launch: &Launch, arguments: &Arguments) -> Result<()> {
         let shared = &*self.shared;
         self.device().expect_same(stream.device(), "the stream")?;
@@ -445,8 +445,8 @@ impl Function {
         }
     }
 
-    /// How many blocks of so many threads and so much dynamic shared memory
-    /// one multiprocessor holds at a time.
+    /// Returns how many blocks with this many threads and this much dynamic shared memory one
+    /// multiprocessor holds at a time.
     pub fn active_blocks_per_multiprocessor(&self, threads: u32, shared_bytes: u32) -> Result<u32> {
         let _bound = self.device().bind()?;
         let mut blocks = 0;
@@ -464,7 +464,7 @@ impl Function {
         Ok(blocks.max(0) as u32)
     }
 
-    /// How many clusters of this launch the whole device holds at a time.
+    /// Returns how many clusters of this launch the whole device holds at a time.
     pub fn active_clusters(&self, launch: &Launch) -> Result<u32> {
         launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
         let _bound = self.device().bind()?;

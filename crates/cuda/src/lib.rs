@@ -1,39 +1,33 @@
-//! The CUDA driver, as FlashCore uses it: devices, compilation and the cubin
-//! cache, memory, streams, tensor maps and launches, over `cudarc`'s bindings.
+//! The CUDA driver as FlashCore uses it: devices, compilation and the cubin cache, memory, streams,
+//! tensor maps, launches and graphs, over `cudarc`'s bindings.
 //!
-//! # The way of a kernel
+//! # From PTX to a launch
 //!
-//! 1. [`Driver::probe`] finds and initialises the driver. Everything else goes
-//!    through it, so a machine without one gets an [`Error`] that says so.
-//! 2. [`Device::open`] takes the device's primary context, the one PyTorch
-//!    uses too. Every call binds it to the calling thread and puts back what
-//!    was bound before.
-//! 3. [`Device::compile`] turns PTX into a [`Cubin`] with the compiler that is
-//!    in the driver; [`Device::compile_cached`] asks the [`Cache`] on disk
-//!    first.
-//! 4. [`Module::load`] brings the cubin to the device, and
-//!    [`Module::function`] finds a kernel in it and compares its parameters.
-//! 5. [`Function::launch`] puts it on a [`Stream`] with [`Arguments`], among
-//!    them [`TensorMap`]s for the copy engine. [`Event`]s measure it, and a
-//!    [`Graph`] repeats it.
+//! 1. [`Driver::probe`] finds and initialises the driver. Everything else goes through it, so a
+//!    machine without one gets an [`Error`] that says so.
+//! 2. [`Device::open`] retains the device's primary context, which PyTorch uses too. Every call
+//!    makes it current on the calling thread and restores what was current before.
+//! 3. [`Device::compile`] turns PTX into a [`Cubin`] with the compiler in the driver;
+//!    [`Device::compile_cached`] looks in the [`Cache`] on disk first.
+//! 4. [`Module::load`] loads the cubin on the device, and [`Module::function`] finds a kernel in it
+//!    and checks its parameters.
+//! 5. [`Function::launch`] enqueues it on a [`Stream`] with [`Arguments`], among them
+//!    [`TensorMap`]s for the copy engine (TMA). [`Event`]s time it, and a [`Graph`] replays it.
 //!
 //! # Errors
 //!
-//! Nothing that a caller passes in makes this crate panic: sizes, alignments,
-//! shapes and kinds are checked here, with a message that names what is wrong,
-//! before the driver answers "invalid argument". What a device does later is
-//! reported, as the driver does it, by the next call that waits:
-//! [`Stream::synchronize`] and the copies. A device that followed a wrong
-//! address is lost to the process. Trouble with the cache is never an error
-//! but a [`CacheWarning`].
+//! Invalid arguments never make this crate panic: sizes, alignments, shapes and types are checked
+//! here, with a message that names what is wrong, before the driver could answer "invalid
+//! argument". Faults on the device are reported, as by the driver itself, by the next call that
+//! waits: [`Stream::synchronize`] and the copies. A device that accessed an invalid address is lost
+//! to the process. Failures of the cache are never errors but [`CacheWarning`]s.
 //!
-//! # What is trusted
+//! # Safety
 //!
-//! All `unsafe` code around the driver is in this crate. Its own functions are safe
-//! to call, but for [`Stream::borrow`], since the driver follows a stream's
-//! handle as a pointer. The code of a kernel and the device addresses given to
-//! it are trusted, as are [`DeviceSlice::foreign`] addresses: what a wrong one
-//! damages is device memory, or the context.
+//! All `unsafe` code around the driver is in this crate. Its functions are safe to call, except for
+//! [`Stream::borrow`], since the driver dereferences a stream's handle. Kernel code and the device
+//! addresses passed to it are trusted, as are [`DeviceSlice::foreign`] addresses: a wrong one can
+//! damage device memory or the context.
 //!
 //! # Example
 //!
@@ -59,7 +53,7 @@
 //! # Ok(())
 //! # }
 //! ```
-// Calling the driver is calling C. The rest of the workspace denies this.
+// Calling the driver is calling C. The rest of the workspace denies unsafe code.
 #![allow(unsafe_code)]
 
 mod cache;

@@ -1,4 +1,4 @@
-//! Device memory: buffers that we own, addresses that we borrow, and copies.
+//! Device memory: owned buffers, borrowed addresses, and copies.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,16 +10,16 @@ use half::{bf16, f16};
 use crate::error::{check, code, number};
 use crate::{Device, Error, Result, Stream};
 
-/// Where something lies in device memory.
+/// An address in device memory.
 ///
-/// A number, like a raw pointer: making one is harmless, and it may point
-/// anywhere. It keeps nothing alive.
+/// Like a raw pointer, it is only a number: creating one is harmless, it may point anywhere, and it
+/// keeps nothing alive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct DeviceAddress(pub u64);
 
 impl DeviceAddress {
-    /// The address so many bytes further on.
+    /// Returns the address `bytes` bytes further on.
     pub const fn offset(self, bytes: u64) -> DeviceAddress {
         DeviceAddress(self.0.wrapping_add(bytes))
     }
@@ -31,10 +31,10 @@ impl fmt::Display for DeviceAddress {
     }
 }
 
-/// Device memory that is ours, freed when this is dropped.
+/// Owned device memory, freed when dropped.
 ///
-/// The driver waits for the device before it frees, so a buffer may be dropped
-/// while a kernel that uses it still runs.
+/// The driver waits for the device before it frees memory, so a buffer may be dropped while a
+/// kernel that uses it still runs.
 pub struct Buffer {
     device: Device,
     address: DeviceAddress,
@@ -42,10 +42,10 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Allocates memory, aligned to 256 bytes and with unknown contents.
+    /// Allocates memory, aligned to 256 bytes and uninitialized.
     pub fn new(device: &Device, bytes: u64) -> Result<Buffer> {
         let mut address = 0;
-        // The driver refuses to allocate nothing, and nothing needs no address.
+        // The driver refuses empty allocations, and an empty buffer needs no address.
         if bytes > 0 {
             let _bound = device.bind()?;
             let size = usize::try_from(bytes).map_err(|_| Error::OutOfMemory { bytes })?;
@@ -59,34 +59,34 @@ impl Buffer {
         Ok(Buffer { device: device.clone(), address: DeviceAddress(address), bytes })
     }
 
-    /// Allocates memory and copies these values into it.
+    /// Allocates memory and copies values into it.
     pub fn from_slice<T: Plain>(stream: &Stream, values: &[T]) -> Result<Buffer> {
         let buffer = Buffer::new(stream.device(), size_of_val(values) as u64)?;
         stream.upload(values, buffer.all())?;
         Ok(buffer)
     }
 
-    /// Where it begins.
+    /// Returns the address of its first byte.
     pub fn address(&self) -> DeviceAddress {
         self.address
     }
 
-    /// Its size.
+    /// Returns its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The device it lies on.
+    /// Returns its device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// All of it, for copies and fills.
+    /// Returns the whole buffer, for copies and fills.
     pub fn all(&self) -> DeviceSlice<'_> {
         DeviceSlice { address: self.address, bytes: self.bytes, memory: PhantomData }
     }
 
-    /// A range of its bytes, for copies and fills.
+    /// Returns a range of its bytes, for copies and fills.
     pub fn slice(&self, range: Range<u64>) -> Result<DeviceSlice<'_>> {
         self.all().slice(range)
     }
@@ -116,8 +116,8 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// A range of device memory: of a [`Buffer`], which it borrows, or of someone
-/// else's, such as a PyTorch tensor's.
+/// A range of device memory: borrowed from a [`Buffer`], or owned by someone else, such as a
+/// PyTorch tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceSlice<'memory> {
     address: DeviceAddress,
@@ -126,25 +126,25 @@ pub struct DeviceSlice<'memory> {
 }
 
 impl DeviceSlice<'static> {
-    /// Memory that the caller vouches for: that it is there, on the device of
-    /// the streams it is used with, and stays until they are through.
+    /// Describes memory for which the caller vouches: that it exists on the device of the streams
+    /// it is used with, and lives until they are done with it.
     pub fn foreign(address: DeviceAddress, bytes: u64) -> DeviceSlice<'static> {
         DeviceSlice { address, bytes, memory: PhantomData }
     }
 }
 
 impl<'memory> DeviceSlice<'memory> {
-    /// Where it begins.
+    /// Returns the address of its first byte.
     pub fn address(&self) -> DeviceAddress {
         self.address
     }
 
-    /// Its size.
+    /// Returns its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A range of its bytes.
+    /// Returns a range of its bytes.
     pub fn slice(&self, range: Range<u64>) -> Result<DeviceSlice<'memory>> {
         if range.start > range.end || range.end > self.bytes {
             let Range { start, end } = range;
@@ -158,12 +158,12 @@ impl<'memory> DeviceSlice<'memory> {
     }
 }
 
-/// Numbers that are nothing but their bytes, and so can be copied to and from
-/// a device. Implemented for the integers and floats of 8 to 64 bits.
+/// Types that consist of nothing but their bytes, and so can be copied to and from a device.
+/// Implemented for the integers and floats of 8 to 64 bits.
 pub trait Plain: Copy + sealed::Sealed {}
 
 mod sealed {
-    /// Only for types without padding, of which every bit pattern is a value.
+    /// Only for types without padding for which every bit pattern is a value.
     pub trait Sealed {}
 }
 
@@ -176,12 +176,12 @@ macro_rules! plain {
 
 plain!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, f16, bf16);
 
-/// Copies and fills. They happen in the stream's order.
+/// Copies and fills, executed in the order of the stream.
 impl Stream {
-    /// Copies values to the device and waits until that is done.
+    /// Copies values to the device and waits until the copy is done.
     ///
-    /// Waiting is what makes this sound: nobody can change or free `values`
-    /// while the device still reads them.
+    /// Waiting makes this sound: nothing can change or free `values` while the device still reads
+    /// them.
     pub fn upload<T: Plain>(&self, values: &[T], to: DeviceSlice<'_>) -> Result<()> {
         let bytes = size_of_val(values);
         same_size("upload", to.bytes, bytes as u64)?;
@@ -198,7 +198,7 @@ impl Stream {
         self.synchronize()
     }
 
-    /// Copies from the device into `values` and waits until that is done.
+    /// Copies from the device into `values` and waits until the copy is done.
     pub fn download<T: Plain>(&self, from: DeviceSlice<'_>, values: &mut [T]) -> Result<()> {
         let bytes = size_of_val(values);
         same_size("download", from.bytes, bytes as u64)?;
@@ -215,7 +215,7 @@ impl Stream {
         self.synchronize()
     }
 
-    /// Copies from the device into a new vector and waits until that is done.
+    /// Copies from the device into a new vector and waits until the copy is done.
     pub fn download_vec<T: Plain + Default>(&self, from: DeviceSlice<'_>) -> Result<Vec<T>> {
         let size = size_of::<T>() as u64;
         multiple_of("the size of a download", size, from.bytes)?;

@@ -11,12 +11,11 @@ use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use crate::error::{check, code, number};
 use crate::{Device, Driver, DriverVersion, Error, Parameter, Result};
 
-/// Machine code on a device. Cheap to clone.
+/// Machine code loaded on a device. Cheap to clone.
 ///
-/// It stays on the device for as long as the context does, and is not unloaded
-/// with the last clone: a kernel may still run, or be in a graph that somebody
-/// else captured, and to wait for the device would break a capture that is
-/// under way in another thread. A cubin takes some ten kilobytes.
+/// It stays loaded for as long as the context exists, and is not unloaded with the last clone: a
+/// kernel may still run or be part of a graph that someone else captured, and waiting for the
+/// device would invalidate a capture on another thread. A cubin takes some ten kilobytes.
 #[derive(Clone)]
 pub struct Module {
     device: Device,
@@ -29,14 +28,14 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads a cubin, which takes about 0.1 ms, or PTX that ends in a NUL,
-    /// which the driver then compiles while other calls wait.
+    /// Loads a cubin, which takes about 0.1 ms, or a NUL-terminated PTX text, which the driver then
+    /// compiles while other calls wait.
     ///
     /// The code is trusted: it may do anything that device code can.
     pub fn load(device: &Device, image: &[u8]) -> Result<Module> {
-        // The driver finds the end of an image by itself and is not told its
-        // length. So a cubin's header must be there and must stay within the
-        // bytes, and a text must end.
+        // The driver finds the end of an image by itself and is not told its length. So the header
+        // of a cubin must be complete and must stay within the bytes, and a text must be
+        // terminated.
         let sound = elf_bytes(image).is_some_and(|bytes| bytes <= image.len() as u64);
         if !sound && !is_ptx(image) {
             return Err(Error::InvalidCubin);
@@ -50,11 +49,11 @@ impl Module {
         Ok(Module { device: device.clone(), handle })
     }
 
-    /// The kernel of this name, with the parameters it is known to have.
+    /// Returns the kernel of this name, with the parameters that the caller declares.
     ///
-    /// Drivers since CUDA 12.4 tell a kernel's parameters, and there each of
-    /// the list is compared with them; older drivers take the caller's word.
-    /// Parameters that are not listed are zero in every launch.
+    /// Drivers since CUDA 12.4 report the parameters of a kernel, and the declared ones are
+    /// compared with them; with older drivers the declaration is trusted. Parameters that are not
+    /// declared are zero in every launch.
     pub fn function(&self, name: &str, parameters: &[Parameter]) -> Result<Function> {
         let text = CString::new(name).map_err(|_| Error::Nul { what: "the kernel's name" })?;
         let _bound = self.device().bind()?;
@@ -82,7 +81,7 @@ impl Module {
         })
     }
 
-    /// The device it is on.
+    /// Returns its device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -94,7 +93,7 @@ impl fmt::Debug for Module {
     }
 }
 
-/// How far a 64-bit little-endian ELF file reaches, by its own header.
+/// Returns the size of a 64-bit little-endian ELF file according to its header.
 fn elf_bytes(file: &[u8]) -> Option<u64> {
     if !file.starts_with(b"\x7fELF\x02\x01") {
         return None;
@@ -110,12 +109,12 @@ fn elf_bytes(file: &[u8]) -> Option<u64> {
     Some(programs.max(sections).max(64))
 }
 
-/// Whether this is a PTX text with its end.
+/// Tells whether an image is a NUL-terminated PTX text.
 fn is_ptx(image: &[u8]) -> bool {
     image.starts_with(b".version") && image.last() == Some(&0)
 }
 
-/// The most blocks of a cluster that every device with clusters can hold.
+/// Maximum number of blocks per cluster that every device with clusters supports.
 const PORTABLE_CLUSTER_BLOCKS: u32 = 8;
 
 /// A kernel. Cheap to clone.
@@ -130,9 +129,9 @@ pub(crate) struct SharedFunction {
     pub(crate) name: String,
     pub(crate) parameters: Vec<Parameter>,
     pub(crate) attributes: FunctionAttributes,
-    /// The most dynamic shared memory that a launch may ask for.
+    /// Maximum dynamic shared memory of a launch in bytes.
     pub(crate) dynamic_shared: AtomicU32,
-    /// The most blocks in a cluster that a launch may ask for.
+    /// Maximum number of blocks per cluster of a launch.
     pub(crate) cluster_blocks: AtomicU32,
 }
 
@@ -142,20 +141,20 @@ unsafe impl Send for SharedFunction {}
 // SAFETY: what changes is atomic.
 unsafe impl Sync for SharedFunction {}
 
-/// What the compiler made of a kernel.
+/// Resource usage of a compiled kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FunctionAttributes {
     /// Registers per thread.
     pub registers: u32,
-    /// Local memory per thread. Anything but zero means spilled registers or
-    /// a stack, and a slow kernel.
+    /// Local memory per thread in bytes. Anything but zero means spilled registers or a stack, and
+    /// a slow kernel.
     pub local_bytes: u32,
-    /// Shared memory per block that the kernel declares itself.
+    /// Static shared memory per block in bytes.
     pub static_shared_bytes: u32,
-    /// Constant memory that the kernel declares itself.
+    /// Constant memory in bytes.
     pub constant_bytes: u32,
-    /// The most threads a block may have, given the registers.
+    /// Maximum number of threads per block, given the registers.
     pub max_threads_per_block: u32,
 }
 
@@ -185,28 +184,27 @@ fn attribute(handle: sys::CUfunction, attribute: Attribute) -> Result<u32> {
 }
 
 impl Function {
-    /// The name it was found under.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// The parameters it takes.
+    /// Returns its declared parameters.
     pub fn parameters(&self) -> &[Parameter] {
         &self.shared.parameters
     }
 
-    /// What the compiler made of it.
+    /// Returns its resource usage.
     pub fn attributes(&self) -> FunctionAttributes {
         self.shared.attributes
     }
 
-    /// The device it is on.
+    /// Returns its device.
     pub fn device(&self) -> &Device {
         &self.shared.device
     }
 
-    /// Allows launches with this much dynamic shared memory. Without it the
-    /// limit is 48 KiB.
+    /// Allows launches with up to this much dynamic shared memory. Without it the limit is 48 KiB.
     pub fn set_dynamic_shared(&self, bytes: u32) -> Result<()> {
         let limit = self.device().info().shared_bytes_per_block;
         let fixed = self.shared.attributes.static_shared_bytes;
@@ -220,8 +218,8 @@ impl Function {
         Ok(())
     }
 
-    /// Allows clusters of up to 16 blocks, where the device can hold them. Up
-    /// to 8 need no permission.
+    /// Allows clusters of up to 16 blocks, where the device supports them. Up to 8 are always
+    /// allowed.
     pub fn allow_large_clusters(&self) -> Result<()> {
         self.set(Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
         self.shared.cluster_blocks.store(2 * PORTABLE_CLUSTER_BLOCKS, Ordering::Relaxed);
@@ -284,15 +282,15 @@ fn parameter_information() -> Option<ParameterInformation> {
     })
 }
 
-/// An error if the kernel's code has other parameters than were declared.
+/// Returns an error if the kernel's code has other parameters than were declared.
 fn compare_parameters(name: &str, handle: sys::CUfunction, parameters: &[Parameter]) -> Result<()> {
     let Some(information) = parameter_information() else {
         return Ok(());
     };
     let signature = |reason| Error::Signature { function: name.to_owned(), reason };
-    // Parameters beyond the declared ones would show by asking for one more,
-    // but the driver's refusal of that is what compute-sanitizer reports as an
-    // error. A launch gives such parameters zeros (see `Arguments::pointers`).
+    // Asking for one parameter more would reveal undeclared ones, but compute-sanitizer reports the
+    // driver's refusal as an error. A launch passes zeros for such parameters (see
+    // `Arguments::pointers`).
     for (index, parameter) in parameters.iter().enumerate() {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is alive; an index that is too large is an
@@ -311,7 +309,7 @@ fn compare_parameters(name: &str, handle: sys::CUfunction, parameters: &[Paramet
                     parameters.len()
                 )));
             }
-            // A driver that cannot tell.
+            // The driver cannot report parameters.
             _ => return Ok(()),
         }
     }

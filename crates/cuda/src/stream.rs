@@ -1,4 +1,4 @@
-//! Streams: queues of work on a device, ours or borrowed.
+//! Streams: queues of work on a device, owned or borrowed.
 
 use std::fmt;
 use std::ptr::null_mut;
@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use crate::error::{check, code, number};
 use crate::{Device, Event, Result};
 
-/// A queue of work on a device. What is put on one runs in order.
+/// A queue of work on a device. Work on one stream runs in order.
 pub struct Stream {
     device: Device,
     handle: sys::CUstream,
@@ -21,19 +21,19 @@ unsafe impl Send for Stream {}
 // SAFETY: the driver locks a stream for each call on it.
 unsafe impl Sync for Stream {}
 
-/// Tells queues apart, for what must not be shared by work that runs at the same time.
+/// Identifies a queue, for resources that concurrent work must not share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StreamIdentity {
     handle: u64,
-    /// The thread, where the handle is that of another queue on each.
+    /// The thread, for a handle that means a different queue on each thread.
     thread: Option<ThreadId>,
 }
 
-/// The handle that every thread has for a default stream of its own, `CU_STREAM_PER_THREAD`.
+/// The handle of the per-thread default stream, `CU_STREAM_PER_THREAD`.
 const PER_THREAD: u64 = 2;
 
 impl Stream {
-    /// A new stream, which does not wait for the default stream.
+    /// Creates a stream that does not synchronize with the default stream.
     pub fn new(device: &Device) -> Result<Stream> {
         let _bound = device.bind()?;
         let mut handle = null_mut();
@@ -43,35 +43,34 @@ impl Stream {
         Ok(Stream { device: device.clone(), handle, owned: true })
     }
 
-    /// The device's default stream, where PyTorch works unless told otherwise.
+    /// Returns the device's default stream, which PyTorch uses unless told otherwise.
     pub fn default_of(device: &Device) -> Stream {
         Stream { device: device.clone(), handle: null_mut(), owned: false }
     }
 
-    /// A stream that someone else made and will destroy, such as PyTorch's
-    /// current stream. 0 is the default stream.
+    /// Borrows a stream that someone else created and will destroy, such as PyTorch's current
+    /// stream. 0 is the default stream.
     ///
     /// # Safety
     ///
-    /// The handle must be that of a stream on this device which lives for as
-    /// long as the answer. The driver follows the handle as a pointer, so a
-    /// wrong one can crash the process.
+    /// The handle must be that of a stream on this device which lives at least as long as the
+    /// returned value. The driver dereferences the handle, so a wrong one can crash the process.
     pub unsafe fn borrow(device: &Device, handle: u64) -> Stream {
         Stream { device: device.clone(), handle: handle as sys::CUstream, owned: false }
     }
 
-    /// The device it is on.
+    /// Returns its device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The driver's handle, for other libraries.
+    /// Returns the driver's handle, for other libraries.
     pub fn handle(&self) -> u64 {
         self.handle as u64
     }
 
-    /// Which queue it is on this thread. Handles alone do not tell: one of them is the default
-    /// stream of whichever thread uses it.
+    /// Returns which queue this is on the calling thread. The handle alone does not tell:
+    /// `CU_STREAM_PER_THREAD` is the default stream of whichever thread uses it.
     pub fn identity(&self) -> StreamIdentity {
         let handle = self.handle();
         StreamIdentity { handle, thread: (handle == PER_THREAD).then(|| thread::current().id()) }
@@ -81,15 +80,14 @@ impl Stream {
         self.handle
     }
 
-    /// Waits for everything that was put on it, and reports what went wrong
-    /// there.
+    /// Waits for all work on the stream, and reports errors that occurred there.
     pub fn synchronize(&self) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: the handle is alive.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 
-    /// Whether everything that was put on it is done.
+    /// Tells whether all work on the stream is done.
     pub fn is_idle(&self) -> Result<bool> {
         let _bound = self.device.bind()?;
         // SAFETY: the handle is alive.
@@ -100,7 +98,7 @@ impl Stream {
         check("cuStreamQuery", result).map(|()| true)
     }
 
-    /// Makes what is put on it from now on wait for an event.
+    /// Makes work that is enqueued from now on wait for an event.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: both handles are alive; the event may be of another device.
@@ -108,7 +106,7 @@ impl Stream {
         check("cuStreamWaitEvent", result)
     }
 
-    /// Whether what is put on it is captured into a graph and does not run.
+    /// Tells whether work on this stream is captured into a graph instead of run.
     pub fn is_capturing(&self) -> Result<bool> {
         let _bound = self.device.bind()?;
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;

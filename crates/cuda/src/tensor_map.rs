@@ -1,4 +1,4 @@
-//! Tensor maps: what the copy engine (TMA) must know about a tensor.
+//! Tensor maps: descriptions of tensors for the copy engine (TMA).
 
 use std::fmt;
 
@@ -8,9 +8,9 @@ use ptx::{Element, Swizzle, TensorBox};
 use crate::error::check;
 use crate::{Device, DeviceAddress, Result};
 
-/// Why a tensor cannot be described to the copy engine. Each is one of the
-/// documented constraints of `cuTensorMapEncodeTiled`, checked here because
-/// the driver only says "invalid argument".
+/// Why a tensor cannot be described to the copy engine. Each variant is one of the documented
+/// constraints of `cuTensorMapEncodeTiled`, checked here because the driver only says "invalid
+/// argument".
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorMapError {
@@ -25,15 +25,15 @@ pub enum TensorMapError {
     Dimensions {
         /// The rank of the box.
         rank: usize,
-        /// How many dimensions were given.
+        /// Number of dimensions that were given.
         dimensions: usize,
     },
-    /// There must be a stride for every dimension but the first.
+    /// The number of strides is not one less than the rank.
     #[error("a tensor of rank {rank} needs {} strides, and {strides} were given", rank - 1)]
     Strides {
         /// The rank of the box.
         rank: usize,
-        /// How many strides were given.
+        /// Number of strides that were given.
         strides: usize,
     },
     /// The address is not a multiple of 16.
@@ -45,7 +45,7 @@ pub enum TensorMapError {
     /// A dimension is empty or too large.
     #[error("dimension {index} must be 1 to 2^32, and is {extent}")]
     Extent {
-        /// Which dimension, fastest first.
+        /// Index of the dimension, fastest first.
         index: usize,
         /// Its extent in elements.
         extent: u64,
@@ -55,7 +55,7 @@ pub enum TensorMapError {
         "the stride of dimension {index} must be a multiple of 16 bytes below 2^40, and is {bytes}"
     )]
     Stride {
-        /// Which dimension, fastest first; 1 is the first with a stride.
+        /// Index of the dimension, fastest first; 1 is the first with a stride.
         index: usize,
         /// The stride in bytes.
         bytes: u64,
@@ -63,7 +63,7 @@ pub enum TensorMapError {
     /// The box is empty or too large in a dimension.
     #[error("the box must be 1 to 256 elements in dimension {index}, and is {extent}")]
     Box {
-        /// Which dimension, fastest first.
+        /// Index of the dimension, fastest first.
         index: usize,
         /// The extent of the box in elements.
         extent: u32,
@@ -71,7 +71,7 @@ pub enum TensorMapError {
     /// A row of the box is not a multiple of 16 bytes.
     #[error("a row of the box must be a multiple of 16 bytes, and is {bytes}")]
     RowMultiple {
-        /// The bytes of a row.
+        /// Bytes per row.
         bytes: u32,
     },
     /// A row of the box is wider than the swizzle.
@@ -79,17 +79,17 @@ pub enum TensorMapError {
         "a row of the box must be at most as wide as the swizzle, {width} bytes, and is {bytes}"
     )]
     RowWidth {
-        /// The width of the swizzle.
+        /// Width of the swizzle in bytes.
         width: u32,
-        /// The bytes of a row.
+        /// Bytes per row.
         bytes: u32,
     },
 }
 
-/// How much the copy engine brings into the second-level cache for each miss.
+/// How much the copy engine brings into L2 on each miss.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum L2Promotion {
-    /// What was asked for.
+    /// Only what was requested.
     None,
     /// 64 bytes.
     B64,
@@ -100,21 +100,20 @@ pub enum L2Promotion {
     B256,
 }
 
-/// A description of a tensor for the copy engine, to be passed to a kernel by
-/// value, in [`Arguments`](crate::Arguments).
+/// A description of a tensor for the copy engine, passed to a kernel by value in
+/// [`Arguments`](crate::Arguments).
 ///
-/// What a copy reads outside of the tensor is zero; what it writes there is
-/// dropped.
+/// Reads outside of the tensor give zero; writes there are dropped.
 #[derive(Clone, Copy, PartialEq, Eq)]
-// The driver of CUDA 12 wants 64, that of CUDA 13 says 128, and so does a
-// kernel's parameter.
+// The driver of CUDA 12 requires 64, that of CUDA 13 specifies 128, and so does a kernel's
+// parameter.
 #[repr(C, align(128))]
 pub struct TensorMap {
     pub(crate) opaque: [u64; 16],
 }
 
-// What is cast in `encode` has the size of, and at least the alignment of,
-// what the bindings think a tensor map is.
+// The cast in `encode_with_promotion` needs the size and at least the alignment of the bindings'
+// tensor map.
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 const _: () = assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>());
 
@@ -135,7 +134,7 @@ impl TensorMap {
         )
     }
 
-    /// [`TensorMap::encode`] with a choice of how much goes to the cache.
+    /// Like [`TensorMap::encode`], with a choice of the L2 promotion.
     pub fn encode_with_promotion(
         device: &Device,
         tensor_box: &TensorBox,
@@ -145,11 +144,11 @@ impl TensorMap {
         promotion: L2Promotion,
     ) -> Result<TensorMap> {
         check_constraints(tensor_box, address, dimensions, strides)?;
-        // Encoding is done on the host, and yet the driver wants a context.
+        // Encoding is done on the host, but the driver requires a context.
         let _bound = device.bind()?;
         let mut map = TensorMap { opaque: [0; 16] };
         let element_strides = [1u32; 5];
-        // The driver reads no stride at rank 1, but does not like null.
+        // The driver reads no strides at rank 1, but refuses a null pointer.
         let no_strides = [0u64; 1];
         let strides = if strides.is_empty() { &no_strides[..] } else { strides };
         // SAFETY: `map` is as large and as aligned as a CUtensorMap (asserted
@@ -239,7 +238,7 @@ fn data_type(element: Element) -> sys::CUtensorMapDataType {
         Element::F32 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         Element::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         Element::BF16 => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        // The copy engine knows no 8-bit floats, and need not: it moves bytes.
+        // The copy engine has no 8-bit floats, and needs none: it moves bytes.
         Element::E4M3 | Element::E5M2 | Element::Int8 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
 }
@@ -267,7 +266,7 @@ fn l2_promotion(promotion: L2Promotion) -> sys::CUtensorMapL2promotion {
 mod tests {
     use super::*;
 
-    /// A tensor that is right, to be made wrong in one way.
+    /// A valid tensor, to be made invalid in one way.
     struct Case {
         tensor_box: TensorBox,
         address: DeviceAddress,
@@ -368,7 +367,7 @@ mod tests {
     fn a_tensor_map_is_what_a_kernel_wants() {
         assert_eq!(size_of::<TensorMap>(), 128);
         assert_eq!(align_of::<TensorMap>(), 128);
-        // What the CUDA 12 bindings say; see `TensorMap`.
+        // As in the CUDA 12 bindings; see `TensorMap`.
         assert_eq!(align_of::<sys::CUtensorMap>(), 64);
     }
 }

@@ -1,4 +1,4 @@
-//! Back ends: whatever can answer a [`Problem`].
+//! The interface of back ends: whatever can compute a [`Problem`].
 //!
 //! Each back end lists its kernels as [`Candidate`]s for a problem and runs the one that a
 //! [`Plan`] chose, so that one test body and one command line serve all of them.
@@ -15,7 +15,7 @@ use crate::plan::{Arrangement, Candidate, Plan, Preference};
 use crate::problem::{Pass, Problem};
 use crate::tensor::Tensor;
 
-/// Something that computes attention.
+/// A back end: hardware and kernels that compute attention.
 ///
 /// ```
 /// use flashcore::{Backend, CpuBackend, Inputs, Problem, RunOptions, Tensor};
@@ -32,21 +32,22 @@ use crate::tensor::Tensor;
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub trait Backend: Send + Sync {
-    /// A short name, unique among back ends: `cpu`.
+    /// Returns a short name, unique among back ends: `cpu`.
     fn name(&self) -> &'static str;
 
-    /// The hardware behind it in a line.
+    /// Describes the hardware in one line.
     fn describe(&self) -> String;
 
-    /// Every kernel of this back end, best for this problem first, each accepted or refused with
-    /// a reason.
+    /// Returns every kernel of this back end, best for this problem first, each accepted or refused
+    /// with a reason.
     fn candidates(&self, problem: &Problem, arrangement: &Arrangement) -> Vec<Candidate>;
 
-    /// Computes what a plan chose of this back end. Problem and inputs are validated.
+    /// Runs the kernel of this back end that a plan chose. Problem and inputs are already
+    /// validated.
     ///
-    /// The output has the shape of the query tensor with the value head dim; its rows that belong
-    /// to no sequence are not defined. The log-sum-exp is in the order (batch, heads, length) of the
-    /// query tensor.
+    /// The output has the shape of the query tensor with the value head dim; rows that belong to no
+    /// sequence are undefined. The log-sum-exp is in the order (batch, heads, length) of the query
+    /// tensor.
     fn execute(
         &self,
         plan: &Plan,
@@ -54,8 +55,8 @@ pub trait Backend: Send + Sync {
         options: &RunOptions<'_>,
     ) -> Result<Output, Error>;
 
-    /// Computes the gradients of a problem by what a plan chose for its backward pass. Problem and
-    /// tensors are validated.
+    /// Computes gradients with the kernel that a plan of the backward pass chose. Problem and
+    /// tensors are already validated.
     fn execute_backward(
         &self,
         _: &Plan,
@@ -66,7 +67,8 @@ pub trait Backend: Send + Sync {
         Err(BackendError::Unsupported { reasons }.into())
     }
 
-    /// Chooses among the kernels of this back end and runs. Nothing the caller passes panics.
+    /// Validates, chooses among the kernels of this back end and runs. Invalid arguments never
+    /// panic.
     fn run(
         &self,
         problem: &Problem,
@@ -82,8 +84,8 @@ pub trait Backend: Send + Sync {
         self.execute(&plan, inputs, options)
     }
 
-    /// Chooses among the kernels of this back end for gradients and runs. Nothing the caller
-    /// passes panics.
+    /// Validates, chooses among the backward kernels of this back end and runs. Invalid arguments
+    /// never panic.
     fn run_backward(
         &self,
         problem: &Problem,
@@ -100,7 +102,7 @@ pub trait Backend: Send + Sync {
     }
 }
 
-/// Refuses a problem whose gradients are asked for where outputs are computed.
+/// Refuses a backward problem where an output is to be computed.
 pub(crate) fn expect_pass(problem: &Problem, pass: Pass) -> Result<(), BackendError> {
     match problem.pass == pass {
         true => Ok(()),
@@ -111,32 +113,32 @@ pub(crate) fn expect_pass(problem: &Problem, pass: Pass) -> Result<(), BackendEr
     }
 }
 
-/// How a [`Backend`] is to run.
+/// Options of a run on a [`Backend`].
 #[derive(Clone, Default)]
 pub struct RunOptions<'a> {
     /// The kernel to run; the best accepted one when `None`.
     pub kernel: Option<String>,
-    /// Told about the progress of long runs.
+    /// Receives the progress of long runs.
     pub progress: Option<&'a dyn Progress>,
-    /// Stops the run. The CPU looks at it for every tile; what a GPU was given it finishes.
+    /// Stops the run. The CPU checks it once per tile; a GPU finishes what was launched.
     pub cancellation: Option<&'a Cancellation>,
-    /// Run once, untimed, and look for writes beside the results and to the inputs: they are an
-    /// error. For checks.
+    /// Run once, untimed, and fail if the kernel wrote outside of its results or to its inputs. For
+    /// checks.
     pub guard: bool,
-    /// Into how many parts kernels that split the keys cut them; as many as fill the GPU when
-    /// `None`. For checks.
+    /// Number of parts into which the GPU's `decode` kernel cuts the keys (split-KV); enough to fill
+    /// the GPU when `None`. Other kernels ignore it. For checks.
     pub splits: Option<u32>,
 }
 
-/// Told how far a long computation has come. Calls come from many threads.
+/// Receives the progress of a long computation. It is called from many threads.
 pub trait Progress: Sync {
-    /// There will be `total` steps.
+    /// Announces the total number of steps.
     fn begin(&self, total: u64);
-    /// That many more are done.
+    /// Reports that `steps` more steps are done.
     fn advance(&self, steps: u64);
 }
 
-/// Stops a computation that another thread is in the middle of.
+/// Stops a computation that runs on another thread.
 ///
 /// ```
 /// use flashcore::{Backend, Cancellation, CpuBackend, InputTensors, Problem, RunOptions};
@@ -156,47 +158,49 @@ pub struct Cancellation {
 }
 
 impl Cancellation {
-    /// Nothing is cancelled yet.
+    /// Creates a flag that is not cancelled.
     pub const fn new() -> Self {
         Cancellation { asked: AtomicBool::new(false) }
     }
 
-    /// Asks for the end; for good.
+    /// Asks the computation to stop. This cannot be undone.
     pub fn cancel(&self) {
         self.asked.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the end was asked for.
+    /// Tells whether the computation was asked to stop.
     pub fn is_cancelled(&self) -> bool {
         self.asked.load(Ordering::Relaxed)
     }
 
-    /// An error if the end was asked for.
+    /// Returns an error if the computation was asked to stop.
     pub fn check(&self) -> Result<(), BackendError> {
         if self.is_cancelled() { Err(BackendError::Cancelled) } else { Ok(()) }
     }
 }
 
-/// What a back end computed.
+/// The result of a forward pass.
 #[derive(Debug, Clone)]
 pub struct Output {
     /// The attention output, contiguous (batch, query length, query heads, value head dim).
     pub output: Tensor,
-    /// The natural logarithm of each row's sum of exponentials of scaled scores, in the order
-    /// (batch, query heads, query length); minus infinity for a row that sees no key.
+    /// The log-sum-exp of each row: the natural logarithm of its sum of exponentials of scaled
+    /// scores, in the order (batch, query heads, query length); minus infinity for a row that sees
+    /// no key.
     pub lse: Vec<f32>,
     /// Which kernel ran, why, and how long it took.
     pub report: Report,
 }
 
-/// The output and the log-sum-exps of a problem before any key is seen: zeros, and minus infinity.
+/// Allocates the results of a problem as if no row saw a key: an output of zeros, log-sum-exps of
+/// minus infinity.
 pub(crate) fn unseen(problem: &Problem) -> Result<(Tensor, Vec<f32>), Error> {
     let output = Tensor::zeros(problem.dtypes.output, problem.output_shape())?;
     let lse = filled("the log-sum-exp", problem.rows(), f32::NEG_INFINITY)?;
     Ok((output, lse))
 }
 
-/// So many equal values, allocated without aborting when there is no memory.
+/// Returns `count` copies of a value; an error, not an abort, where memory runs out.
 pub(crate) fn filled<T: Clone>(
     what: &'static str,
     count: usize,
@@ -207,40 +211,41 @@ pub(crate) fn filled<T: Clone>(
     Ok(values)
 }
 
-/// An empty list with room for so many values, allocated without aborting when there is no memory.
+/// Returns an empty vector of capacity `count`; an error, not an abort, where memory runs out.
 pub(crate) fn room_for<T>(what: &'static str, count: usize) -> Result<Vec<T>, BackendError> {
     let mut values = Vec::new();
     values.try_reserve_exact(count).map_err(|_| BackendError::OutOfMemory(what))?;
     Ok(values)
 }
 
-/// How an [`Output`] came about.
+/// How an [`Output`] or [`Gradients`] were computed.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// The back end's name.
+    /// Name of the back end.
     pub backend: &'static str,
-    /// The kernel's name.
+    /// Name of the kernel.
     pub kernel: &'static str,
-    /// Its configuration, where it has several.
+    /// Configuration of the kernel, where it has several.
     pub configuration: Option<String>,
-    /// Why this kernel.
+    /// Why this kernel was chosen.
     pub reason: String,
-    /// The computation alone.
+    /// Time of the computation alone.
     #[serde(rename = "kernel_ms", serialize_with = "milliseconds")]
     pub kernel_time: Duration,
-    /// From the call until there was a result, on the device where it was computed there.
+    /// Time from the call until the result was available (on the device, where it was computed
+    /// there).
     #[serde(rename = "first_result_ms", serialize_with = "milliseconds")]
     pub first_result_time: Duration,
-    /// With allocation, compilation and copies.
+    /// Time of the whole call, including allocation, compilation and copies.
     #[serde(rename = "total_ms", serialize_with = "milliseconds")]
     pub total_time: Duration,
-    /// Anything else worth knowing, a line each.
+    /// Further remarks, one line each.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// The rate of the computation, by the published count of operations
-    /// ([`Problem::flops`]), in 10^12 operations per second.
+    /// Returns the rate of the computation in 10^12 operations per second, by the published count
+    /// of operations ([`Problem::flops`]).
     pub fn tflops(&self, problem: &Problem) -> f64 {
         problem.flops() / self.kernel_time.as_secs_f64().max(1e-9) / 1e12
     }
@@ -250,47 +255,47 @@ fn milliseconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::
     serializer.serialize_f64(duration.as_secs_f64() * 1e3)
 }
 
-/// Why no back end answered.
+/// Why no back end returned a result.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BackendError {
-    /// The back end asked for is not there.
+    /// The requested back end is not available.
     #[error("there is no {backend} back end here: {reason}")]
     Unavailable {
-        /// The name asked for.
+        /// Name of the requested back end.
         backend: String,
-        /// Why it is not there.
+        /// Why it is not available.
         reason: String,
     },
-    /// No kernel has the name asked for.
+    /// No kernel has the requested name.
     #[error("there is no kernel `{kernel}` here, only {known}")]
     UnknownKernel {
-        /// The name asked for.
+        /// The requested name.
         kernel: String,
-        /// The names there are.
+        /// The names of the available kernels.
         known: String,
     },
-    /// Kernels exist, and none can serve the problem.
+    /// None of the available kernels can serve the problem.
     #[error("no kernel can serve this problem: {reasons}")]
     Unsupported {
-        /// Each kernel's reason.
+        /// The reason of each kernel.
         reasons: String,
     },
-    /// The kernels asked for cannot serve the problem, and others can.
+    /// The requested kernels cannot serve the problem, but others can.
     #[error("{reasons}; {instead} can")]
     Refused {
-        /// Each asked-for kernel's reason.
+        /// The reason of each requested kernel.
         reasons: String,
-        /// The kernels that would work.
+        /// The kernels that can serve the problem.
         instead: String,
     },
-    /// There is no memory for something besides the tensors.
+    /// Host memory ran out for something other than a tensor.
     #[error("no memory for {0}")]
     OutOfMemory(&'static str),
-    /// The system starts no threads.
+    /// Threads could not be started.
     #[error("cannot start threads: {0}")]
     Threads(String),
-    /// The caller did not want to wait any longer.
+    /// The computation was stopped through a [`Cancellation`].
     #[error("the computation was cancelled")]
     Cancelled,
 }

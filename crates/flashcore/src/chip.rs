@@ -1,8 +1,8 @@
-//! What the choice and the shape of a kernel depend on, so that both can be had without a GPU.
+//! The properties of a GPU that planning depends on, so that plans can be made without one.
 
 use ptx::{Target, Version};
 
-/// The size of a GPU.
+/// The properties of a GPU that the choice and the configuration of a kernel depend on.
 ///
 /// ```
 /// use flashcore::plan::Chip;
@@ -16,25 +16,25 @@ use ptx::{Target, Version};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Chip {
-    /// What programs can be built for.
+    /// The PTX target that programs are built for.
     pub target: Target,
-    /// Multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     pub multiprocessors: u32,
-    /// The second-level cache in bytes.
+    /// Size of the L2 cache in bytes.
     pub l2_bytes: u64,
-    /// The newest PTX that the compiler in the driver knows.
+    /// The newest PTX version that the compiler in the driver accepts.
     pub ptx: Version,
 }
 
-/// What the drivers of today know.
+/// PTX version assumed for GPUs that are not present: that of a current driver.
 const CURRENT: Version = Version::of_cuda(13, 0);
 
 impl Chip {
-    /// An H200, and an H100 of the same form.
+    /// An H200, or an H100 with as many multiprocessors.
     pub const H200: Chip =
         Chip { target: Target::SM_90A, multiprocessors: 132, l2_bytes: 50 << 20, ptx: CURRENT };
 
-    /// The size of a GPU that is there.
+    /// Returns the properties of a GPU that is present.
     #[cfg(feature = "cuda")]
     pub fn of(info: &cuda::DeviceInfo) -> Self {
         let capability = info.compute_capability;
@@ -46,7 +46,7 @@ impl Chip {
         }
     }
 
-    /// A data-centre GPU of a target, where none is there to be asked.
+    /// Returns the properties of a data-centre GPU of a target, for planning without one.
     pub fn typical(target: Target) -> Self {
         match target {
             Target::SM_90A => Chip::H200,
@@ -55,7 +55,8 @@ impl Chip {
     }
 }
 
-/// The richest target of a compute capability, as one number (90 for 9.0).
+/// Returns the target with the most features for a compute capability given as one number (90 for
+/// 9.0).
 pub fn target_of(architecture: u32) -> Target {
     match architecture {
         90 => Target::SM_90A,

@@ -26,16 +26,16 @@ pub enum DType {
     F16,
     /// Brain float: 8 significant bits, the range of [`DType::F32`].
     BF16,
-    /// 8 bits: 4 significant ones, largest value 448, no infinity (`float8_e4m3fn`).
+    /// 8-bit float: 4 significant bits, largest value 448, no infinity (`float8_e4m3fn`).
     E4M3,
-    /// 8 bits: 3 significant ones, largest value 57344 (`float8_e5m2`).
+    /// 8-bit float: 3 significant bits, largest value 57344 (`float8_e5m2`).
     E5M2,
-    /// Integers of 8 bits, for keys and values. Numbers are rounded to -127 to 127, NaN to 0.
+    /// 8-bit integer, for keys and values. Values are rounded to -127 to 127, NaN to 0.
     Int8,
 }
 
 impl DType {
-    /// What kernels are built for.
+    /// Returns the corresponding element type of the kernel language.
     pub const fn element(self) -> ptx::Element {
         match self {
             DType::F32 => ptx::Element::F32,
@@ -51,15 +51,15 @@ impl DType {
     pub const ALL: [DType; 6] =
         [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2, DType::Int8];
 
-    /// Those that outputs and gradients may have.
+    /// The types that outputs and gradients may have.
     pub const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-    /// Whether it is one of the 8-bit types, which come with descale factors.
+    /// Tells whether this is one of the 8-bit types, which may have descale factors.
     pub fn is_8_bit(self) -> bool {
         self.bytes() == 1
     }
 
-    /// The size of one element.
+    /// Returns the size of one element in bytes.
     pub fn bytes(self) -> usize {
         match self {
             DType::F32 => 4,
@@ -68,7 +68,7 @@ impl DType {
         }
     }
 
-    /// The distance from 1 to the next larger value.
+    /// Returns the distance from 1 to the next larger value.
     pub fn epsilon(self) -> f64 {
         match self {
             DType::F32 => f64::from(f32::EPSILON),
@@ -80,7 +80,7 @@ impl DType {
         }
     }
 
-    /// The largest finite value.
+    /// Returns the largest finite value.
     pub fn max(self) -> f64 {
         match self {
             DType::F32 => f64::from(f32::MAX),
@@ -92,8 +92,8 @@ impl DType {
         }
     }
 
-    /// The nearest value of this type, ties to even. Beyond [`DType::max`] infinite, and in 8 bits
-    /// the largest value.
+    /// Rounds to the nearest value of this type, ties to even. Values beyond [`DType::max`] become
+    /// infinite, or the largest value in 8-bit types.
     pub fn round(self, value: f64) -> f64 {
         match self {
             DType::F32 => f64::from(value as f32),
@@ -107,8 +107,8 @@ impl DType {
     }
 }
 
-/// The nearest value of an 8-bit format. Halfway to f32 a value is rounded to odd, so that it is
-/// rounded once.
+/// Rounds to the nearest value of an 8-bit format. The intermediate f32 is rounded to odd, so that
+/// the two roundings give the same result as a single one.
 fn round_to(format: Float8, value: f64) -> f64 {
     let near = value as f32;
     let exact = f64::from(near) == value || !near.is_finite();
@@ -130,7 +130,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// A name that is no [`DType`].
+/// The name is not that of a [`DType`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is no supported element type (f32, f16, bf16, e4m3, e5m2, int8)")]
 pub struct UnknownDType(String);
@@ -167,7 +167,7 @@ mod tests {
         assert!(DType::F32.round(f64::NAN).is_nan());
         assert_eq!(DType::E4M3.round(f64::INFINITY), 448.0);
         assert_eq!(DType::E5M2.round(-1e300), -57344.0);
-        // A tie but for what an f32 has no room for.
+        // 17 is a tie; 17 + 1e-12 is one only after rounding to f32.
         assert_eq!(DType::E4M3.round(17.0), 16.0);
         assert_eq!(DType::E4M3.round(17.0 + 1e-12), 18.0);
         assert_eq!(DType::E4M3.round(19.0 - 1e-12), 18.0);

@@ -1,4 +1,4 @@
-//! What can go wrong, in one type.
+//! One error type for the whole crate.
 
 use crate::backend::BackendError;
 use crate::file::FileError;
@@ -11,30 +11,30 @@ use crate::tensor::TensorError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The problem makes no sense.
+    /// The problem is invalid.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// A tensor cannot be made.
+    /// A tensor cannot be created.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// A tensor does not belong to the problem.
+    /// A tensor does not match the problem.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// Sequences or their places make no sense.
+    /// Sequences or their placements are invalid.
     #[error(transparent)]
     Serving(#[from] ServingError),
     /// A file cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The driver failed.
+    /// A call to the CUDA driver failed.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Driver(#[from] cuda::Error),
-    /// The GPU failed.
+    /// Opening a GPU, or planning or launching a kernel on it, failed.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Gpu(#[from] crate::gpu::GpuError),
-    /// No back end can do it, or the one that tried failed.
+    /// No back end can serve the problem, or the one that ran it failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
 }

@@ -1,4 +1,4 @@
-//! Tensors in safetensors files: query, key and value in, output and log-sum-exp out.
+//! Tensors in safetensors files: reads query, key and value, writes output and log-sum-exp.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use crate::inputs::InputTensors;
 use crate::problem::{Descales, Problem};
 use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
 
-/// What the three inputs are called in a file; `q`, `k` and `v` unless told otherwise.
+/// The names of the three inputs in a file; `q`, `k` and `v` by default.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names {
-    /// The query's name.
+    /// Name of the query.
     pub query: String,
-    /// The key's name.
+    /// Name of the key.
     pub key: String,
-    /// The value's name.
+    /// Name of the value.
     pub value: String,
 }
 
@@ -29,97 +29,97 @@ impl Default for Names {
     }
 }
 
-/// Why a file cannot be used.
+/// Why a file cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// The system refuses to read it.
+    /// The file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// It cannot be written.
+    /// The file cannot be written.
     #[error("cannot write {}: {reason}", path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The reason.
+        /// Why it cannot be written.
         reason: String,
     },
-    /// It is cut off.
+    /// The file ends too early.
     #[error("{} is truncated or no safetensors file", path.display())]
     Truncated {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// Its header makes no sense.
+    /// The header of the file is invalid.
     #[error("{} is no safetensors file: {reason}", path.display())]
     Format {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
     },
-    /// A tensor is not in it.
+    /// The file does not contain a tensor.
     #[error("{} has no tensor `{name}`, only {found}", path.display())]
     Missing {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor looked for.
+        /// Name of the missing tensor.
         name: String,
-        /// The tensors there are.
+        /// Names of the tensors that the file contains.
         found: String,
     },
-    /// A tensor has elements of another type.
+    /// A tensor has an unsupported element type.
     #[error("{}: tensor `{name}` has element type {given}; f32, f16, bf16, e4m3, e5m2 and int8 are supported", path.display())]
     DType {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// Its element type.
         given: String,
     },
-    /// A tensor has not four dimensions.
+    /// A tensor does not have four dimensions.
     #[error("{}: tensor `{name}` has shape {given:?}, expected [batch, length, heads, dim]", path.display())]
     Rank {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// Its shape.
         given: Vec<usize>,
     },
-    /// Descale factors of another type or shape.
+    /// Descale factors have an unexpected type or shape.
     #[error("{}: tensor `{name}` is {given}, expected f32 of shape {expected}", path.display())]
     Factors {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// Its element type and shape.
         given: String,
-        /// The shapes that go with the others.
+        /// The shapes that match the other tensors.
         expected: String,
     },
-    /// A tensor does not fit in memory.
+    /// A tensor cannot be created, for example because memory runs out.
     #[error("{}: tensor `{name}`: {source}", path.display())]
     Tensor {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// What is wrong with it.
         source: TensorError,
     },
 }
 
-/// Read query, key and value, each of shape [batch, length, heads, dim], and the descale factors of
-/// those that have 8 bits, where the file has them: a tensor's name with `_descale`, in f32 of shape
-/// [], [key heads], [batch, key heads], or of keys and values [batch, length, key heads].
+/// Reads query, key and value, each of shape [batch, length, heads, dim], and the descale factors
+/// of 8-bit ones, where the file has them: under the tensor's name with `_descale`, in f32 of shape
+/// [], [key heads], [batch, key heads], or for keys and values [batch, length, key heads].
 ///
 /// ```no_run
 /// use flashcore::file::{self, Names};
@@ -149,7 +149,7 @@ pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors
     Ok(InputTensors { query, key, value, slopes: None, sinks: None, descales })
 }
 
-/// Write `output`, (batch, query length, query heads, value head dim), and `lse`, f32 of shape
+/// Writes `output`, (batch, query length, query heads, value head dim), and `lse`, f32 of shape
 /// (batch, query heads, query length).
 ///
 /// ```no_run
@@ -179,7 +179,7 @@ pub fn write_output(
     views.and_then(|views| serialize_to_file(views, None, path)).map_err(|error| FileError::Write {
         path: path.to_owned(),
         reason: match error {
-            // The file is written under another name first, which would only confuse here.
+            // The file is first written under a temporary name, which a full message would show.
             SafeTensorError::IoError(error) => error.kind().to_string(),
             error => error.to_string(),
         },
@@ -225,7 +225,7 @@ fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, Fil
         })
 }
 
-/// The descale factors of a tensor, where there are any.
+/// Reads the descale factors of a tensor, where there are any.
 fn factors(
     path: &Path,
     file: &SafeTensors<'_>,
@@ -338,7 +338,7 @@ mod tests {
                 ("k", small(Dtype::F8_E4M3)),
                 ("v", small(Dtype::I8)),
                 ("k_descale", factors),
-                // Of a tensor that has no need of it.
+                // Factors of a 16-bit tensor are ignored.
                 ("q_descale", number(&[], &[0; 4])),
             ];
             write(all)
@@ -353,7 +353,7 @@ mod tests {
             let file = inputs(number(shape, bytes));
             let read = read_inputs(file.path(), &Names::default()).unwrap();
             let text = read.inputs().problem();
-            // Zeros are no factors of heads.
+            // Factors per head must not be zero.
             match descale {
                 "k_descale=token" => assert!(text.unwrap().text().ends_with(descale)),
                 _ => assert!(text.unwrap_err().to_string().contains("k_descale is 0 at batch 0")),
@@ -386,7 +386,7 @@ mod tests {
         );
 
         let missing = read_inputs("/nowhere/x.safetensors", &Names::default()).unwrap_err();
-        // The words are the system's, and Miri has others.
+        // The words are those of the operating system; Miri has others.
         let system = std::fs::File::open("/nowhere/x.safetensors").unwrap_err();
         assert_eq!(missing.to_string(), format!("cannot read /nowhere/x.safetensors: {system}"));
     }

@@ -1,4 +1,4 @@
-//! What a backward pass is given, and what it gives.
+//! The arguments and the results of a backward pass.
 
 use crate::backend::{Output, Report};
 use crate::dtype::DType;
@@ -7,42 +7,42 @@ use crate::plan::{Arrangement, GradientStrides};
 use crate::problem::Problem;
 use crate::tensor::{Shape, Tensor, TensorError};
 
-/// What gradients are computed from: the inputs of the forward pass, what it saved, and the
-/// gradient of its output.
+/// The arguments of a backward pass: the inputs of the forward pass, the results that it saved, and
+/// the gradient of its output (dO).
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<'a> {
     /// The inputs of the forward pass.
     pub inputs: Inputs<'a>,
-    /// Its output.
+    /// The output of the forward pass.
     pub output: &'a Tensor,
-    /// Its log-sum-exps, in the order (batch, query heads, query length).
+    /// The log-sum-exps of the forward pass, in the order (batch, query heads, query length).
     pub lse: &'a [f32],
-    /// The gradient of the output, which is like the output.
+    /// The gradient of the output, of the output's shape and element type.
     pub output_gradient: &'a Tensor,
 }
 
-/// The gradients of attention's inputs, each like what it is the gradient of.
+/// The gradients of attention's inputs, each with the shape and element type of its input.
 #[derive(Debug, Clone)]
 pub struct Gradients {
-    /// Of the queries.
+    /// Gradient of the queries (dQ).
     pub query: Tensor,
-    /// Of the keys.
+    /// Gradient of the keys (dK).
     pub key: Tensor,
-    /// Of the values.
+    /// Gradient of the values (dV).
     pub value: Tensor,
-    /// Of the sinks, where the problem has them: one for each query head.
+    /// Gradients of the sinks, one per query head, where the problem has sinks.
     pub sinks: Option<Vec<f32>>,
     /// Which kernel ran, why, and how long it took.
     pub report: Report,
 }
 
 impl<'a> Backward<'a> {
-    /// From the result of a forward pass.
+    /// Takes what the forward pass saved from its result.
     pub fn new(inputs: Inputs<'a>, forward: &'a Output, output_gradient: &'a Tensor) -> Self {
         Backward { inputs, output: &forward.output, lse: &forward.lse, output_gradient }
     }
 
-    /// How all of it lies in memory, with gradients without gaps.
+    /// Returns the strides and alignments of all tensors; the gradients are contiguous.
     pub fn arrangement(&self, problem: &Problem) -> Result<Arrangement, TensorError> {
         let gradient = self.output_gradient.layout().strides();
         let given = self.inputs.arrangement(problem)?;
@@ -50,7 +50,8 @@ impl<'a> Backward<'a> {
         Ok(Arrangement { output: self.output.layout().strides(), gradients, ..given })
     }
 
-    /// Refuse tensors that are not the problem's, and what was not saved.
+    /// Refuses tensors that do not match the problem, and results that the forward pass did not
+    /// save.
     pub fn validate(&self, problem: &Problem) -> Result<(), InputError> {
         self.inputs.validate(problem)?;
         let rows = problem.rows();
@@ -72,8 +73,7 @@ impl<'a> Backward<'a> {
         self.validate_unseen(problem)
     }
 
-    /// A row that sees no key has a log-sum-exp of minus infinity. Anything else is the answer to
-    /// another problem.
+    /// Refuses log-sum-exps of another problem: a row that sees no key must have minus infinity.
     fn validate_unseen(&self, problem: &Problem) -> Result<(), InputError> {
         if !problem.has_equal_lengths() || problem.scores.sinks {
             return Ok(());

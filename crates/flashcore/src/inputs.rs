@@ -1,4 +1,4 @@
-//! The tensors that attention reads, and whether they answer a problem.
+//! The tensors that attention reads, and the check that they match a problem.
 
 use kernels::attention::function::HostTensor;
 use kernels::parameter::List;
@@ -10,7 +10,8 @@ use crate::problem::{Alibi, DTypes, Descale, Descales, Problem, Scores};
 use crate::serving::Placement;
 use crate::tensor::{Shape, Strides, Tensor, TensorError, TensorView, random};
 
-/// Query, key and value, with the slopes and sinks of problems that have them.
+/// The tensors of a call: query, key and value, and whatever else the problem has (ALiBi slopes,
+/// sinks, descale factors, placements of sequences, tensors of functions).
 ///
 /// ```
 /// use flashcore::{DType, Inputs, Shape, Tensor};
@@ -30,24 +31,26 @@ pub struct Inputs<'a> {
     pub key: TensorView<'a>,
     /// The value tensor, (batch, key length, key/value heads, value head dim).
     pub value: TensorView<'a>,
-    /// ALiBi slopes: one for each query head, or for each batch entry and query head.
+    /// ALiBi slopes: one per query head, or one per batch entry and query head.
     pub slopes: Option<&'a [f32]>,
-    /// Sinks: one for each query head.
+    /// Sinks: one per query head.
     pub sinks: Option<&'a [f32]>,
-    /// Descale factors of 8-bit tensors, in f32, of the problem's
-    /// [`descale_shapes`](Problem::descale_shapes) with any strides.
+    /// Descale factors of 8-bit tensors, in f32, with the shapes of [`Problem::descale_shapes`] and
+    /// any strides.
     pub descales: Descales<Option<TensorView<'a>>>,
-    /// Where the queries of each sequence lie, where the problem has sequences of unequal lengths.
+    /// Where the queries of each sequence are, for problems with sequences of unequal lengths.
     pub queries: Option<&'a Placement>,
-    /// Where the keys and values of each sequence lie.
+    /// Where the keys and values of each sequence are, for problems with sequences of unequal
+    /// lengths.
     pub keys: Option<&'a Placement>,
     /// The tensors that the problem's functions load from, in any order.
     pub captured: &'a [HostTensor],
-    /// Which sequence of a batch the first of these is, for functions: one by itself may be any.
+    /// Batch index that functions see for the first of these sequences: non-zero where the tensors
+    /// hold a part of a batch.
     pub first_sequence: usize,
 }
 
-/// What [`Inputs`] borrow, with its memory.
+/// The tensors that [`Inputs`] borrow, owned.
 ///
 /// ```
 /// use flashcore::{InputTensors, Problem};
@@ -65,17 +68,18 @@ pub struct InputTensors {
     pub key: Tensor,
     /// The value tensor.
     pub value: Tensor,
-    /// ALiBi slopes.
+    /// ALiBi slopes, where the problem has them.
     pub slopes: Option<Vec<f32>>,
-    /// Sinks.
+    /// Sinks, where the problem has them.
     pub sinks: Option<Vec<f32>>,
-    /// Descale factors.
+    /// Descale factors, where the problem has them.
     pub descales: Descales<Option<Tensor>>,
 }
 
 impl InputTensors {
-    /// Standard normal tensors for a problem; the same seed gives the same tensors everywhere.
-    /// ALiBi slopes are those of its authors, falling from head to head by a constant factor.
+    /// Returns standard normal tensors for a problem; the same seed gives the same tensors
+    /// everywhere. ALiBi slopes are those of the paper, falling from head to head by a constant
+    /// factor.
     pub fn random(problem: &Problem, seed: u64) -> Result<Self, Error> {
         problem.validate()?;
         let tensor = |dtype, shape, stream| {
@@ -98,7 +102,7 @@ impl InputTensors {
         })
     }
 
-    /// The tensors as a back end takes them.
+    /// Borrows the tensors as a back end takes them.
     pub fn inputs(&self) -> Inputs<'_> {
         Inputs {
             slopes: self.slopes.as_deref(),
@@ -109,7 +113,7 @@ impl InputTensors {
     }
 }
 
-/// Descale factors of some shapes, between a half and one and a half.
+/// Returns random descale factors of these shapes, between 0.5 and 1.5.
 pub fn random_descales(
     shapes: Descales<Option<Shape>>,
     seed: u64,
@@ -126,102 +130,104 @@ pub fn random_descales(
     })
 }
 
-/// The slopes of ALiBi's authors: 2^(-8 / heads), its square, and so on.
+/// Returns the slopes of the ALiBi paper: 2^(-8 / heads), its square, and so on.
 fn alibi_slopes(heads: usize) -> Vec<f32> {
     (1..=heads).map(|head| (-8.0 * head as f32 / heads as f32).exp2()).collect()
 }
 
-/// A tensor that does not belong to its problem.
+/// Why tensors do not match a problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InputError {
-    /// Its shape differs.
+    /// A tensor has another shape than expected.
     #[error("{tensor} has shape {given}, expected {expected}")]
     Shape {
-        /// The tensor's role.
+        /// Role of the tensor.
         tensor: &'static str,
         /// Its shape.
         given: Shape,
-        /// The shape that the problem or the other tensors ask for.
+        /// The shape that the problem or the other tensors imply.
         expected: Shape,
     },
-    /// Its element type differs.
+    /// A tensor has another element type than expected.
     #[error("{tensor} has element type {given}, expected {expected}")]
     DType {
-        /// The tensor's role.
+        /// Role of the tensor.
         tensor: &'static str,
         /// Its element type.
         given: DType,
-        /// The element type of the problem or the other tensors.
+        /// The element type that the problem or the other tensors imply.
         expected: DType,
     },
-    /// It has another number of elements or rows.
+    /// A list has another length than expected.
     #[error("{tensor} has length {given}, expected {expected}")]
     Length {
-        /// What it is.
+        /// Name of the list.
         tensor: &'static str,
         /// Its length.
         given: usize,
-        /// The length that the problem or the reference asks for.
+        /// The length that the problem or the reference implies.
         expected: usize,
     },
-    /// The problem needs it, and it was not given.
+    /// Something that the problem needs was not given.
     #[error("the problem has {tensor}, and none were given")]
     Missing {
-        /// What it is.
+        /// What is missing.
         tensor: &'static str,
     },
-    /// Gradients need it, and the forward pass did not save it.
+    /// Gradients need a result that the forward pass did not save.
     #[error("gradients need the {what} of the forward pass, which was not saved")]
     NotSaved {
-        /// What it is.
+        /// The missing result.
         what: &'static str,
     },
-    /// A log-sum-exp that this problem cannot have.
+    /// A row that sees no key has a log-sum-exp other than minus infinity.
     #[error(
         "the log-sum-exp belongs to another problem: it is {lse} at batch {batch}, head {head}, \
          query {query}, which sees no key"
     )]
     ForeignLse {
-        /// The sequence.
+        /// Index of the sequence.
         batch: usize,
-        /// The query head.
+        /// Index of the query head.
         head: usize,
-        /// The query.
+        /// Index of the query.
         query: usize,
-        /// What was given for it.
+        /// The log-sum-exp that was given for this row.
         lse: f32,
     },
-    /// A descale factor of a head that no tensor can have been divided by.
+    /// A descale factor per head is not a positive finite number.
     #[error(
         "{tensor} is {factor} at batch {batch}, head {head}, expected a finite number above zero"
     )]
     Factor {
-        /// Whose it is.
+        /// Name of the factors.
         tensor: &'static str,
-        /// What was given.
+        /// The factor that was given.
         factor: f32,
-        /// The sequence.
+        /// Index of the sequence.
         batch: usize,
-        /// The key head.
+        /// Index of the key head.
         head: usize,
     },
-    /// A tensor that a function loads from is not what it loads from.
+    /// A captured tensor is missing, superfluous or not of the type and rank that the function
+    /// loads.
     #[error("{reason}")]
     Captured {
-        /// Why not.
+        /// What is wrong with it.
         reason: String,
     },
-    /// It was given, and the problem knows nothing of it.
+    /// Something was given that the problem does not have.
     #[error("{tensor} were given, and the problem has none")]
     Unexpected {
-        /// What it is.
+        /// What was given.
         tensor: &'static str,
     },
 }
 
 impl<'a> Inputs<'a> {
-    /// The three tensors in their usual order: tensors of this crate, or views of anybody's.
+    /// Takes query, key and value, each a [`Tensor`] or a view of somebody else's memory, and nothing
+    /// else.
     pub fn new(
         query: impl Into<TensorView<'a>>,
         key: impl Into<TensorView<'a>>,
@@ -241,27 +247,27 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// The same with tensors that functions load from.
+    /// Sets the tensors that functions load from.
     pub fn with_captured(self, captured: &'a [HostTensor]) -> Self {
         Inputs { captured, ..self }
     }
 
-    /// The same with ALiBi slopes.
+    /// Sets the ALiBi slopes.
     pub fn with_slopes(self, slopes: &'a [f32]) -> Self {
         Inputs { slopes: Some(slopes), ..self }
     }
 
-    /// The same with sinks.
+    /// Sets the sinks.
     pub fn with_sinks(self, sinks: &'a [f32]) -> Self {
         Inputs { sinks: Some(sinks), ..self }
     }
 
-    /// The same with descale factors.
+    /// Sets the descale factors.
     pub fn with_descales(self, descales: Descales<Option<impl Into<TensorView<'a>>>>) -> Self {
         Inputs { descales: descales.map(|factors| factors.map(Into::into)), ..self }
     }
 
-    /// The ALiBi slope of a query head; zero without.
+    /// Returns the ALiBi slope of a query head; zero without ALiBi.
     pub fn slope(&self, problem: &Problem, batch: usize, head: usize) -> f32 {
         let of_head = |slopes: &[f32]| match slopes.len() > problem.query_heads {
             true => slopes[batch * problem.query_heads + head],
@@ -270,7 +276,8 @@ impl<'a> Inputs<'a> {
         self.slopes.map_or(0.0, of_head)
     }
 
-    /// The words of a list that a call of a problem has on the device; nothing where it has none.
+    /// Returns the 32-bit words of a list as a kernel reads it on the device; `None` where the call
+    /// does not have it.
     pub fn list(&self, problem: &Problem, list: List) -> Option<Vec<u32>> {
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
         let words = |values: &[usize]| values.iter().map(|value| *value as u32).collect();
@@ -293,7 +300,7 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// How they lie in memory, with an output without gaps.
+    /// Returns the strides and alignments of the tensors; the output is contiguous.
     pub fn arrangement(&self, problem: &Problem) -> Result<Arrangement, TensorError> {
         Ok(Arrangement {
             query: self.query.layout().strides(),
@@ -306,9 +313,9 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// The unmasked problem with the sizes and the element types of these tensors, and with the
-    /// slopes, sinks and descale factors that are there. The output is like the queries, and bf16
-    /// where they have 8 bits.
+    /// Returns the unmasked problem with the sizes and element types of these tensors, and with the
+    /// slopes, sinks and descale factors that are given. The output has the type of the queries, or
+    /// bf16 where they have 8 bits.
     pub fn problem(&self) -> Result<Problem, InputError> {
         let (query, key, value) = (self.query.shape(), self.key.shape(), self.value.shape());
         let problem = Problem::new(query.batch, query.heads, query.length, query.dim)
@@ -323,7 +330,7 @@ impl<'a> Inputs<'a> {
             query: self.descales.query.map_or(Descale::None, |_| Descale::PerHead),
             ..self.descales.map(|factors| match factors {
                 None => Descale::None,
-                // Sequences of one key have the same factors either way.
+                // With a single key per sequence, both granularities mean the same factors.
                 Some(factors) if factors.shape().length == key.length => Descale::PerToken,
                 Some(_) => Descale::PerHead,
             })
@@ -344,7 +351,8 @@ impl<'a> Inputs<'a> {
         Ok(problem)
     }
 
-    /// Refuse tensors whose shape or element type is not the problem's, and lists that are missing.
+    /// Refuses tensors whose shape or element type is not the problem's, and lists that are
+    /// missing.
     pub fn validate(&self, problem: &Problem) -> Result<(), InputError> {
         let DTypes { query, key, value, .. } = problem.dtypes;
         let tensors = [
@@ -371,7 +379,7 @@ impl<'a> Inputs<'a> {
         self.validate_vectors(problem)
     }
 
-    /// Refuse tensors of functions that are missing, too many or not what the functions load.
+    /// Refuses captured tensors that are missing, superfluous or not what the functions load from.
     fn validate_captured(&self, problem: &Problem) -> Result<(), InputError> {
         let expected = problem.captured();
         for spec in &expected {
@@ -395,7 +403,7 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// Refuse descale factors that are not the problem's.
+    /// Refuses descale factors that do not match the problem.
     fn validate_descales(&self, problem: &Problem) -> Result<(), InputError> {
         let names = Descales {
             query: ("q_descale", "q_descale factors"),
@@ -417,7 +425,8 @@ impl<'a> Inputs<'a> {
                 let (given, expected) = (given.dtype(), DType::F32);
                 return Err(InputError::DType { tensor, given, expected });
             }
-            // Of tokens that no sequence has, factors may be anything.
+            // Factors of tokens that belong to no sequence may be anything, so tokens are not
+            // checked.
             if descale == Descale::PerHead {
                 check_factors(tensor, given)?;
             }
@@ -425,7 +434,7 @@ impl<'a> Inputs<'a> {
         Ok(())
     }
 
-    /// Refuse slopes and sinks that are not the problem's.
+    /// Refuses slopes and sinks that do not match the problem.
     fn validate_vectors(&self, problem: &Problem) -> Result<(), InputError> {
         let heads = problem.query_heads;
         let slopes = match problem.scores.alibi {
@@ -451,7 +460,7 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Refuse factors of heads that no tensor can have been divided by.
+/// Refuses descale factors per head that are not positive and finite.
 pub(crate) fn check_factors(
     tensor: &'static str,
     factors: TensorView<'_>,
@@ -491,7 +500,7 @@ mod tests {
             refusal(&query, &key, &tensor(DType::F16, [2, 4, 2, 6])),
             "value has shape [2, 4, 2, 6], expected [2, 5, 2, 6]"
         );
-        // Each tensor may have a type of its own.
+        // Each tensor may have its own element type.
         let [small, factors] =
             [(DType::E4M3, [2, 5, 2, 8]), (DType::F32, [2, 5, 2, 1])].map(|(a, b)| tensor(a, b));
         let inputs = Inputs::new(&query, &small, &value);

@@ -1,7 +1,8 @@
 //! Fused attention for NVIDIA GPUs in pure Rust.
 //!
-//! A [`Problem`] describes what is asked: sizes, element types, [`Mask`], [`Scores`], where sequences
-//! lie. A [`Machine`] knows the [`Backend`]s there are, makes a [`Plan`] and runs it:
+//! A [`Problem`] describes an attention call without its tensors: sizes, element types, [`Mask`],
+//! [`Scores`] and how sequences are stored. A [`Machine`] holds the [`Backend`]s that are
+//! available; it turns a problem into a [`Plan`] and runs it:
 //!
 //! ```
 //! use flashcore::{DType, InputTensors, Mask, Problem};
@@ -18,28 +19,28 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
-//! # What the result is
+//! # What is computed
 //!
-//! For every sequence and query head, `softmax(scale * Q K^T + mask) V` and the log-sum-exp of each
-//! row of scaled scores, for every length:
+//! For every sequence and query head, `softmax(scale * Q K^T + mask) V`, and for every row the
+//! log-sum-exp (LSE) of its scaled scores. The result is defined for every length:
 //!
-//! - A row that sees no key has output 0 and a log-sum-exp of minus infinity.
+//! - A row that sees no key has an output of zeros and an LSE of minus infinity.
 //! - A masked key contributes nothing.
 //! - NaN and infinity in visible inputs propagate as in the plain algorithm.
 //!
 //! # What runs
 //!
-//! Every call takes one way: a description ([`Problem`]), a choice among the families of kernels with
-//! its reasons ([`mod@plan`], [`family`]), launches that are compiled and bound ([`mod@gpu`]). Nothing
-//! falls back silently: the [`Report`] in every result names the kernel and why it was chosen, and a
-//! [`Plan`] lists what was refused. [`Preference`] or the environment variable `FLASHCORE_KERNEL`
-//! insist on a kernel.
+//! Every call takes the same path: a description ([`Problem`]), the choice of a kernel family with
+//! the reasons for it ([`mod@plan`], [`family`]), then compiled kernels with their arguments bound
+//! ([`mod@gpu`]). There is no silent fallback: the [`Report`] in every result names the kernel that
+//! ran and why it was chosen, and a [`Plan`] lists the kernels that refused the problem.
+//! [`Preference`] and the environment variable `FLASHCORE_KERNEL` force a particular kernel.
 //!
 //! # Tensors in host memory
 //!
-//! [`attend`] finds the machine's GPU anew on every call. A program that calls it often keeps a
-//! [`Machine`], which also keeps the kernels that were compiled. Tensors are read where they lie:
-//! [`Layout`] takes any strides, as long as the elements of a vector are adjacent.
+//! [`attend`] looks for the machine's GPU anew on every call. A program that calls it often should
+//! keep a [`Machine`], which also keeps the compiled kernels. Tensors are not repacked: [`Layout`]
+//! accepts any strides, as long as the elements along the head dim are contiguous.
 //!
 //! ```
 //! use flashcore::{Inputs, Layout, Machine, Preference, Shape, Tensor};
@@ -58,17 +59,17 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
-//! Sequences of unequal lengths, packed, padded or in pages, are the same call with placements:
-//! [`serving`].
+//! Batches of sequences of unequal lengths (packed, padded or paged) take one more argument, the
+//! placement of each sequence: [`serving`].
 //!
-//! Gradients come from what the forward pass saved, its output and its log-sum-exp:
-//! [`Machine::attend_backward`].
+//! Gradients are computed from the inputs and from what the forward pass saved, its output and its
+//! LSE: [`Machine::attend_backward`].
 //!
 //! # Tensors on a device
 //!
-//! A program with tensors on the GPU opens a [`gpu::Gpu`] and calls [`gpu::Gpu::attend`] on a stream
-//! of its own, or on one that it borrows from another library ([`gpu::Stream::borrow`]). The plan of a
-//! call is made once and kept; a call then neither allocates nor compiles nor waits, and can be
+//! A program whose tensors are on the GPU opens a [`gpu::Gpu`] and calls [`gpu::Gpu::attend`] on
+//! its own stream, or on one borrowed from another library ([`gpu::Stream::borrow`]). The plan of a
+//! call is made once and cached; later calls neither allocate, compile nor synchronize, and can be
 //! captured in a CUDA graph.
 //!
 //! ```no_run
@@ -101,8 +102,8 @@
 //!
 //! # Errors
 //!
-//! Nothing that a caller passes in panics. [`Error`] has a variant for each thing that can be
-//! wrong, and each message is one line that names what was given and what was expected:
+//! Invalid arguments never panic. [`Error`] has a variant for each kind of failure, and each
+//! message is one line that names what was given and what was expected:
 //!
 //! ```
 //! use flashcore::{BackendError, Error, InputTensors, Machine, Preference, Problem, ProblemError};
@@ -130,10 +131,10 @@
 //!
 //! # Threads
 //!
-//! A [`Machine`], a [`gpu::Gpu`] and its plans may be shared by threads; a kernel that two of them ask
-//! for is compiled once. The CPU back end runs on rayon's global pool, or on the pool in which it is
-//! called; in a process that was forked, on a pool of its own. A [`Cancellation`] stops it from another
-//! thread.
+//! A [`Machine`], a [`gpu::Gpu`] and its plans may be shared between threads; a kernel that two
+//! threads ask for is compiled once. The CPU back end runs on rayon's global pool, or on the pool
+//! from which it is called; in a forked process it runs on a pool of its own. A [`Cancellation`]
+//! stops a CPU run from another thread.
 
 mod backend;
 mod chip;
@@ -162,7 +163,7 @@ pub use error::Error;
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs, random_descales};
-/// Masks and scores as functions.
+/// Masks and score modifications written as functions of the query and key positions.
 pub use kernels::attention::function;
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
@@ -175,10 +176,10 @@ pub use tensor::{
     TensorView, random,
 };
 
-/// Attention on the best back end of this machine.
+/// Computes attention on the best back end of this machine.
 ///
-/// Discovers the machine anew on every call; keep a [`Machine`] to avoid that. The environment may
-/// insist on a kernel: see [`Preference::from_environment`].
+/// Discovers the machine anew on every call; keep a [`Machine`] to avoid that. `FLASHCORE_KERNEL`
+/// may force a kernel: see [`Preference::from_environment`].
 pub fn attend(problem: &Problem, inputs: Inputs<'_>) -> Result<Output, Error> {
     Machine::discover().attend(problem, inputs, &Preference::from_environment(problem.pass), None)
 }

@@ -1,4 +1,4 @@
-//! What this machine can run: its back ends, best first, and the ones that are missing.
+//! The back ends of this machine, best first, and those that are missing.
 
 use crate::backend::{Backend, Output, Progress, RunOptions, expect_pass};
 use crate::cpu::CpuBackend;
@@ -33,7 +33,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Look for every back end. Never fails: the CPU is always there.
+    /// Looks for every back end. Never fails: the CPU is always there.
     pub fn discover() -> Self {
         let mut machine = Machine::of(Vec::new(), Vec::new());
         machine.look_for_gpu();
@@ -70,29 +70,29 @@ impl Machine {
         self.missing.push(Missing { backend: "gpu", reason });
     }
 
-    /// The back ends, best first.
+    /// Returns the back ends, best first.
     pub fn backends(&self) -> &[Box<dyn Backend>] {
         &self.backends
     }
 
-    /// The GPU, if there is one.
+    /// Returns the GPU, if there is one.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&crate::gpu::Gpu> {
         self.gpu.as_deref()
     }
 
-    /// The back ends that are not there.
+    /// Returns the back ends that are not available, with the reasons.
     pub fn missing(&self) -> &[Missing] {
         &self.missing
     }
 
-    /// Choose a kernel for a problem whose tensors have no gaps.
+    /// Chooses a kernel for a problem whose tensors are contiguous.
     pub fn plan(&self, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
         problem.validate()?;
         self.plan_for(problem, &Arrangement::contiguous(problem)?, preference)
     }
 
-    /// Choose a kernel for a problem whose tensors lie in memory like this.
+    /// Chooses a kernel for a problem whose tensors have these strides and alignments.
     pub fn plan_for(
         &self,
         problem: &Problem,
@@ -105,7 +105,7 @@ impl Machine {
         Ok(Plan::choose(problem, candidates, &self.missing, preference)?)
     }
 
-    /// Choose a kernel and run it.
+    /// Chooses a kernel and runs it. The report in the output says which one and why.
     pub fn attend(
         &self,
         problem: &Problem,
@@ -123,7 +123,8 @@ impl Machine {
         Ok(output)
     }
 
-    /// The same for sequences of unequal lengths, which lie in the tensors as their placements say.
+    /// Like [`Machine::attend`], for sequences of unequal lengths that placements locate in the
+    /// tensors.
     pub fn attend_sequences(
         &self,
         sequences: &Sequences,
@@ -134,10 +135,10 @@ impl Machine {
         self.attend(&problem, inputs, preference, None)
     }
 
-    /// Choose a kernel for the gradients of a forward pass, and run it.
+    /// Chooses a kernel for the gradients of a forward pass, and runs it.
     ///
-    /// `sum(output * output_gradient)` is what is differentiated, by queries, keys, values and
-    /// sinks. Rows that see no key, and keys that no row sees, have gradients of zero.
+    /// The gradients are those of `sum(output * output_gradient)` with respect to queries, keys,
+    /// values and sinks. Rows that see no key, and keys that no row sees, have gradients of zero.
     ///
     /// ```
     /// use flashcore::{Backward, InputTensors, Machine, Mask, Preference, Problem, Tensor};
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
     use crate::plan::Candidate;
 
-    /// A back end whose kernels are given.
+    /// A back end with a given name and a given list of kernels, each accepted or refused.
     struct Fixed(&'static str, Vec<(&'static str, bool)>);
 
     impl Backend for Fixed {

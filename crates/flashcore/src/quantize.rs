@@ -1,8 +1,8 @@
-//! Numbers to 8 bits and back: descale factors for a tensor, its heads, or its tokens and heads.
+//! Quantization to 8 bits and back, with descale factors per tensor, head, or token and head.
 //!
-//! A factor is the largest magnitude of the numbers it is for over the largest number of the type,
-//! so that none saturates. A number becomes the 8-bit number nearest to its product with the
-//! factor's reciprocal, and stands for that times the factor.
+//! A descale factor is the largest magnitude of the values that share it, divided by the largest
+//! value of the 8-bit type, so that none saturates. A value is multiplied by the reciprocal of its
+//! factor and rounded to the nearest 8-bit number, which represents that number times the factor.
 //!
 //! ```
 //! use flashcore::quantize::{Granularity, quantize};
@@ -29,51 +29,51 @@ use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
 
-/// Which numbers share a descale factor.
+/// Which values share a descale factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Granularity {
-    /// All of a tensor.
+    /// All values of a tensor.
     Tensor,
-    /// Those of a head, in all batch entries.
+    /// The values of a head, in all batch entries.
     Head,
-    /// Those of a head in a batch entry.
+    /// The values of a head in one batch entry.
     SequenceHead,
-    /// Those of a head at a position: one vector.
+    /// The values of a head at one position: one vector.
     Token,
 }
 
-/// A tensor in 8 bits with its descale factors.
+/// An 8-bit tensor with its descale factors.
 #[derive(Debug, Clone)]
 pub struct Quantized {
-    /// The 8-bit numbers, without gaps.
+    /// The 8-bit numbers, contiguous.
     pub tensor: Tensor,
     /// The factors: (batch, 1, heads, 1) with strides of zero where they are shared, or (batch,
-    /// length, heads, 1) for each token.
+    /// length, heads, 1) where they are per token.
     pub descale: Tensor,
 }
 
-/// The factor for numbers of up to this magnitude.
+/// Returns the factor for values of up to this magnitude.
 pub fn factor(magnitude: f32, dtype: DType) -> f32 {
     magnitude.max(LEAST_MAGNITUDE) * (1.0 / dtype.max() as f32)
 }
 
-/// The factor for some numbers.
+/// Returns the factor for some values.
 pub fn row_factor(numbers: &[f32], dtype: DType) -> f32 {
     factor(magnitude(numbers), dtype)
 }
 
-/// The largest magnitude of some numbers; NaN has none.
+/// Returns the largest magnitude of some values, ignoring NaN.
 fn magnitude(numbers: &[f32]) -> f32 {
     numbers.iter().fold(0.0, |most, number| number.abs().max(most))
 }
 
-/// Numbers as what is rounded to 8 bits, in place.
+/// Divides values by their factor, in place, before they are rounded to 8 bits.
 pub fn divide(numbers: &mut [f32], factor: f32) {
     let reciprocal = 1.0 / factor;
     numbers.iter_mut().for_each(|number| *number *= reciprocal);
 }
 
-/// A tensor in 8 bits, by factors that are found.
+/// Quantizes a tensor, with factors computed from its values.
 pub fn quantize(
     tensor: &Tensor,
     dtype: DType,
@@ -83,7 +83,7 @@ pub fn quantize(
     quantize_groups(tensor, dtype, granularity, heads)
 }
 
-/// The same for queries, which have the factors of so many key heads.
+/// Like [`quantize`], for queries, whose heads share the factors of `kv_heads` key heads.
 pub fn quantize_groups(
     tensor: &Tensor,
     dtype: DType,
@@ -97,7 +97,7 @@ pub fn quantize_groups(
         return Err(InputError::Shape { tensor: "the tensor", given: shape, expected }.into());
     }
     let group = shape.heads / kv_heads;
-    // Where the factor of (batch entry, position, head) is, and how the factors lie.
+    // Strides of the factors over (batch entry, position, head), and their number of positions.
     let (sizes, length) = match granularity {
         Granularity::Tensor => ([0, 0, 0], 1),
         Granularity::Head => ([0, 0, 1], 1),
@@ -126,8 +126,8 @@ pub fn quantize_groups(
 }
 
 impl Quantized {
-    /// Factors of a tensor or of its heads for so many sequences, which need not be as many as the
-    /// tensor has batch entries or pages.
+    /// Returns factors per tensor or head for `sequences` sequences, which may differ from the
+    /// number of batch entries or pages of the tensor.
     pub fn for_sequences(&self, sequences: usize) -> Result<Tensor, TensorError> {
         let layout = self.descale.layout();
         let shape = Shape { batch: sequences, ..layout.shape() };
@@ -136,7 +136,7 @@ impl Quantized {
     }
 }
 
-/// The numbers that a tensor in 8 bits stands for, in a wider type.
+/// Returns the values that an 8-bit tensor represents, in a wider type.
 pub fn dequantize(tensor: &Tensor, descale: &Tensor, dtype: DType) -> Result<Tensor, Error> {
     let (shape, of) = (tensor.shape(), descale.shape());
     let fits = of.batch == shape.batch
@@ -160,7 +160,7 @@ pub fn dequantize(tensor: &Tensor, descale: &Tensor, dtype: DType) -> Result<Ten
     Ok(wide)
 }
 
-/// Refuses wider types.
+/// Refuses types other than the 8-bit ones.
 fn check_8_bits(given: DType) -> Result<(), InputError> {
     match given.is_8_bit() {
         true => Ok(()),
@@ -194,7 +194,7 @@ mod tests {
                 let factors = found.descale.to_f32();
                 let ends = [factors[0], *factors.last().unwrap()];
                 assert_eq!(ends, largest.map(|it: f32| factor(it, dtype)), "{granularity:?}");
-                // The largest is where it was, and nothing is off by more than half a step.
+                // The largest value is preserved, and nothing is off by more than half a step.
                 let wide = dequantize(&found.tensor, &found.descale, DType::F32).unwrap();
                 for (exact, found) in tensor.to_f32().into_iter().zip(wide.to_f32()) {
                     let step = dtype.epsilon() as f32 / 2.0;
@@ -204,7 +204,7 @@ mod tests {
         }
     }
 
-    /// Steps of integers are all of one size: half of one is off by half a factor at most.
+    /// The steps of an integer type are all of one size: errors are at most half a factor.
     #[test]
     fn integers_are_whole_factors() {
         let tensor = Tensor::random(DType::F32, Shape::new(2, 5, 3, 64), 1).unwrap();

@@ -1,7 +1,7 @@
 //! Host memory, by the library's CPU back end.
 //!
-//! Tensors are read where they lie, unless their elements are not aligned. Unlike a device, the host
-//! sees all lists: nonsense in them is refused.
+//! Tensors are read in place, unless their elements are not aligned. Unlike a device, the host sees all
+//! lists: nonsense in them is refused.
 
 use flashcore::quantize;
 use flashcore::serving::{self, Pages, Placement, Sequences};
@@ -135,7 +135,7 @@ unsafe fn with_inputs<T>(
     run(&problem, inputs, Some(sequences.keys()))
 }
 
-/// A tensor of the caller's where it lies, or a copy where its elements are not aligned.
+/// A tensor of the caller's, or a copy if its elements are not aligned.
 enum Lent<'a> {
     View(TensorView<'a>),
     Copy(Tensor),

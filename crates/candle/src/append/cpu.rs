@@ -1,4 +1,4 @@
-//! New keys and values into a cache in host memory.
+//! Appending new keys and values to a cache in host memory.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -11,7 +11,7 @@ use super::{Append, Cache, Factors};
 use crate::arguments::refusal;
 use crate::{Rotary, wrap};
 
-/// Writes the rows, and returns the lengths with them.
+/// Writes the new rows, and returns the new lengths.
 pub(super) fn append(append: &Append<'_>) -> Result<Tensor> {
     let [keys, values] = &append.caches;
     let count = append.sequences;
@@ -40,22 +40,22 @@ pub(super) fn append(append: &Append<'_>) -> Result<Tensor> {
     Tensor::from_vec(lengths, count, &Device::Cpu)
 }
 
-/// The rows of one tensor that are written.
+/// The rows that are written to one cache.
 struct Rows<'a> {
-    /// Where the sequences are with their new rows.
+    /// Where the sequences are, including their new rows.
     grown: &'a serving::Placement,
     new: &'a serving::Placement,
     cache: &'a Cache<'a>,
     rotary: Option<&'a Tables>,
 }
 
-/// Where a new row comes from, and where it goes.
+/// The source and the destination of a new row.
 struct Row {
     sequence: usize,
-    /// Batch entry, row and head of what is new, and of the cache.
+    /// Batch entry, row and head in the new tensor, and in the cache.
     from: [usize; 3],
     to: [usize; 3],
-    /// Its position for the angles, which count left padding as lengths do.
+    /// Position for the rotary angle, which includes left padding, as lengths do.
     angle: usize,
 }
 
@@ -109,7 +109,7 @@ impl Rows<'_> {
         &mut cache[at(self.cache.layout, row.to)..][..self.cache.layout.shape().dim]
     }
 
-    /// A new row in f32, rotated.
+    /// Returns a new row in f32, rotated.
     fn numbers<T: WithDType>(&self, new: &[T], row: &Row) -> Vec<f32> {
         let from = self.from(new, row).iter();
         let mut numbers: Vec<f32> = from.map(|element| element.to_f64() as f32).collect();
@@ -132,7 +132,7 @@ impl Rows<'_> {
         });
     }
 
-    /// The same, rounded to 8 bits.
+    /// Like `write`, rounding to 8 bits.
     fn narrow<T: WithDType>(&self, cache: &mut [F8E4M3], new: &[T]) -> Result<()> {
         let mut write = |divide: &dyn Fn(&mut [f32], &Row)| {
             self.each(|row| {
@@ -193,7 +193,7 @@ impl InplaceOp2 for Rows<'_> {
 }
 
 impl Factors {
-    /// Does something with all of them, from the first on.
+    /// Passes all factors, from the first element on, to a function.
     fn read<T>(&self, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
         let (memory, of) = self.tensor.storage_and_layout();
         match &*memory {
@@ -202,7 +202,7 @@ impl Factors {
         }
     }
 
-    /// Refuse factors of heads that nothing can be divided by.
+    /// Refuses factors per head by which nothing can be divided.
     fn check(&self, name: &str) -> Result<()> {
         if self.descale == Descale::PerToken {
             return Ok(());
@@ -223,7 +223,7 @@ impl Factors {
     }
 }
 
-/// The factors of new rows, written where the cache's are.
+/// The operation that computes the factors of new rows and writes them to the factors of the cache.
 struct FoundFactors<'a>(&'a Rows<'a>);
 
 impl FoundFactors<'_> {
@@ -263,5 +263,5 @@ impl InplaceOp2 for FoundFactors<'_> {
     }
 }
 
-/// The operations' name, for candle's errors.
+/// Name of the operations, for candle's errors.
 const NAME: &str = "flashcore-append";

@@ -1,4 +1,4 @@
-//! New keys and values into a cache.
+//! Appending new keys and values to a cache.
 
 mod cpu;
 
@@ -11,15 +11,15 @@ use crate::arguments::{
 use crate::placement::check_place;
 use crate::{Placement, Rotary};
 
-/// Writes new keys and values behind the sequences of a cache, in place; bit for bit where nothing
-/// is rotated. `cache` says where the sequences are and how long they were, `new` where the new rows
-/// are: row `i` of a sequence becomes its position `length + i`. Returns the lengths with the new
-/// rows in u32, as the attention that follows takes them.
+/// Writes new keys and values behind the sequences of a cache, in place, and bit for bit unless
+/// they are rotated or rounded. `cache` says where the sequences are and how long they were, `new`
+/// where the new rows are: row `i` of a sequence becomes its position `length + i`. Returns the new
+/// lengths in u32, as the following attention takes them.
 ///
-/// Caches may be `F8E4M3` while what is new is wider: it is rounded then, as it is here, or by descale
-/// factors in [`append_scaled`].
+/// Caches may be `F8E4M3` while the new rows are wider: these are then rounded, without a scale
+/// here, and with descale factors in [`append_scaled`].
 ///
-/// On a GPU this is one launch, for f16 and bf16. Rows that a sequence has no room for are not
+/// On a GPU this is one launch, for f16 and bf16. Rows for which a sequence has no room are not
 /// written there; on the CPU they are an error.
 ///
 /// ```
@@ -58,9 +58,10 @@ pub fn append(
     run(&Append::new([key_cache, value_cache], cache, [key, value], new, rotary)?)
 }
 
-/// The same into `F8E4M3` caches with descale factors of keys and of values, f32. Of shape (), (key
-/// heads,) or (sequences, key heads) they are given, and new rows are divided by them; of the cache's
-/// shape without its last dimension they are found for each new row, and written there.
+/// Like [`append`], into `F8E4M3` caches with f32 descale factors of keys and of values. Factors of
+/// shape (), (key heads,) or (sequences, key heads) are read, and new rows are divided by them.
+/// Factors of the cache's shape without the last dimension are computed for each new row, and
+/// written there.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -111,9 +112,9 @@ fn run(append: &Append<'_>) -> Result<Tensor> {
     }
 }
 
-/// All that a call asks for.
+/// A checked append.
 pub(crate) struct Append<'a> {
-    /// Keys and values.
+    /// The caches of keys and values.
     pub(crate) caches: [Cache<'a>; 2],
     /// Where the sequences are, and how long they were.
     pub(crate) place: &'a Placement,
@@ -122,11 +123,11 @@ pub(crate) struct Append<'a> {
     /// Where the new rows are.
     pub(crate) new: &'a Placement,
     pub(crate) sequences: usize,
-    /// Of the keys.
+    /// Rotary embedding of the keys.
     pub(crate) rotary: Option<&'a Rotary>,
 }
 
-/// A cache, and what is added to it.
+/// A cache, and the new rows that are written to it.
 pub(crate) struct Cache<'a> {
     pub(crate) cache: &'a Tensor,
     pub(crate) layout: flashcore::Layout,
@@ -137,10 +138,10 @@ pub(crate) struct Cache<'a> {
 
 /// The descale factors of an 8-bit cache.
 pub(crate) struct Factors {
-    /// Those of heads are given, those of tokens are found.
+    /// Granularity: factors per head are given, factors per token are computed.
     pub(crate) descale: Descale,
     pub(crate) tensor: Tensor,
-    /// As (batch, length, heads, 1).
+    /// Layout as (batch, length, heads, 1).
     pub(crate) layout: flashcore::Layout,
 }
 
@@ -155,7 +156,7 @@ impl<'a> Append<'a> {
         let device = key_cache.device();
         let of_keys = ("key cache", key_cache);
         check_alike(("value cache", value_cache), of_keys)?;
-        // Wider rows are rounded to 8 bits, and nothing else to anything else.
+        // Wider rows may be rounded to 8 bits; otherwise types must match.
         let rounded = small_element(of_keys.0, key_cache)?.is_8_bit();
         let of_new = if rounded && key.dtype() != key_cache.dtype() {
             element("new key", key)?;
@@ -202,7 +203,7 @@ impl<'a> Append<'a> {
         Ok(Append { caches, place, lengths, new, sequences, rotary })
     }
 
-    /// The same by descale factors of keys and values.
+    /// Sets descale factors of keys and values.
     fn scaled(mut self, factors: [(&str, &Tensor); 2]) -> Result<Self> {
         let rows = self.caches[0].layout.shape();
         for (cache, (name, given)) in self.caches.iter_mut().zip(factors) {

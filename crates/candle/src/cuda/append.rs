@@ -1,8 +1,8 @@
-//! New keys and values into a cache on a GPU.
+//! Appending new keys and values to a cache on a GPU.
 //!
-//! Candle lends memory that may be written to an operation in place, which has one such tensor. Here
-//! there are up to four: the operation on each runs inside that on the one before, and the last
-//! launches for all.
+//! Candle lends writable memory to in-place operations only, each of which has one writable tensor.
+//! An append has up to four: the operation on each tensor runs inside the operation on the one
+//! before, and the innermost one launches the kernel for all.
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{
@@ -17,7 +17,7 @@ use crate::append::{Append, Cache, Factors};
 use crate::arguments::{refusal, small_element};
 use crate::wrap;
 
-/// Writes the rows, and returns the lengths with them.
+/// Writes the new rows, and returns the new lengths.
 pub(crate) fn append(append: &Append<'_>) -> Result<Tensor> {
     let [keys, values] = &append.caches;
     let new = keys.new_layout.shape();
@@ -25,7 +25,7 @@ pub(crate) fn append(append: &Append<'_>) -> Result<Tensor> {
         return append.lengths.to_dtype(DType::U32);
     }
     for (name, new) in [("new key", keys.new), ("new value", values.new)] {
-        // Candle's lock of the one would be waited for under its lock of the other.
+        // The nested operations would deadlock on candle's lock of the shared memory.
         if share_memory(new, keys.cache) || share_memory(new, values.cache) {
             return Err(refusal(name, "is in the memory of a cache", "memory of its own"));
         }
@@ -47,7 +47,7 @@ pub(crate) fn append(append: &Append<'_>) -> Result<Tensor> {
     Ok(crate::tensor(Storage::Cuda(lengths), append.sequences))
 }
 
-/// The most that a call can ask for, whatever its lists hold.
+/// Returns the append problem with upper bounds that hold whatever the lists contain.
 fn problem(append: &Append<'_>) -> Result<AppendProblem> {
     let [keys, values] = &append.caches;
     let (cache, new) = (keys.layout.shape(), keys.new_layout.shape());
@@ -73,38 +73,38 @@ fn problem(append: &Append<'_>) -> Result<AppendProblem> {
     })
 }
 
-/// Whether two tensors are views of one allocation.
+/// Tells whether two tensors are views of one allocation.
 fn share_memory(one: &Tensor, other: &Tensor) -> bool {
     let at = |tensor: &Tensor| std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0);
     std::ptr::eq(at(one), at(other))
 }
 
-/// The operation on the keys, or once they are known that on the values.
+/// The operation on the key cache and, once that is lent, on the value cache.
 #[derive(Clone, Copy)]
 struct Work<'a> {
     append: &'a Append<'a>,
     problem: &'a AppendProblem,
-    /// Where the lengths with the new rows go.
+    /// Receives the lengths with the new rows.
     after: DeviceAddress,
     stream: &'a CudaStream,
-    /// Whether keys and values are views of one allocation.
+    /// Whether the caches of keys and values are views of one allocation.
     one_memory: bool,
-    /// The cache and the new ones.
+    /// The key cache and the new keys, once they are lent.
     keys: Option<[DeviceTensor; 2]>,
-    /// Where descale factors go that are found.
+    /// Addresses of the descale factors that are computed, once they are lent.
     found: [Option<DeviceAddress>; 2],
 }
 
-/// The operation on the factors of keys that are found, then on those of values: then comes that on
-/// the caches.
+/// The operation on the computed factors of keys, then on those of values; after these come the
+/// caches.
 struct Lend<'a> {
     work: Work<'a>,
-    /// Whether both factors are views of one allocation.
+    /// Whether the factors of keys and values are views of one allocation.
     one_memory: bool,
 }
 
 impl Lend<'_> {
-    /// Goes on with what is not lent yet.
+    /// Continues with the next tensor that is not lent yet.
     fn next(&self) -> Result<()> {
         let keys = &self.work.append.caches[0];
         match self.side() {
@@ -113,7 +113,7 @@ impl Lend<'_> {
         }
     }
 
-    /// Whose factors are lent next.
+    /// Returns the side (0 for keys, 1 for values) whose factors are lent next, with the factors.
     fn side(&self) -> Option<(usize, &Factors)> {
         let Work { append, found, .. } = &self.work;
         let mut missing = (0..2).filter(|side| found[*side].is_none());
@@ -121,7 +121,7 @@ impl Lend<'_> {
     }
 }
 
-/// The factors of keys or of values, where they are found.
+/// Returns the factors of keys or values, where they are computed.
 fn found_factors<'a>(append: &'a Append<'_>, side: usize) -> Option<&'a Factors> {
     append.caches[side].factors.as_ref().filter(|it| it.descale == Descale::PerToken)
 }
@@ -139,7 +139,7 @@ impl InplaceOp1 for Lend<'_> {
         let Some((side, _)) = self.side() else {
             candle_core::bail!("{NAME}: all factors are lent")
         };
-        // Candle has lent the memory of the other's factors with that of these.
+        // Where both factors share an allocation, candle has lent both.
         let other = found_factors(self.work.append, 1).filter(|_| self.one_memory);
         let other = other.map(|other| start(factors, other.tensor.layout()));
         let offset = start(factors, layout);
@@ -232,7 +232,7 @@ impl InplaceOp2 for Work<'_> {
         if !self.one_memory {
             return values.cache.inplace_op2(values.new, &Work { keys: Some(tensors), ..*self });
         }
-        // Candle has lent the memory of the values with that of the keys.
+        // Candle has lent the memory of the values together with that of the keys.
         let mut from = None;
         let (places, held) = hold([(&mut from, Some(values.new))]);
         let _values = find((places, &held), self.stream)?;
@@ -241,5 +241,5 @@ impl InplaceOp2 for Work<'_> {
     }
 }
 
-/// The operations' name, for candle's errors.
+/// Name of the operations, for candle's errors.
 const NAME: &str = "flashcore-append";

@@ -1,7 +1,8 @@
-//! Where candle's memory is on the device, and how tensors lie in it.
+//! Addresses and layouts of candle's tensors on the device.
 //!
-//! Every address comes with the guard of its use on a stream: it makes the stream wait for what wrote
-//! the memory, and tells candle of this use of it when it is dropped, which must be after the launch.
+//! Every address comes with a guard: creating it makes the stream wait for earlier writes to the
+//! memory, and dropping it, which must be after the launch, records this use of the memory for
+//! candle.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
@@ -14,7 +15,7 @@ use half::{bf16, f16};
 use crate::arguments::Call;
 use crate::wrap;
 
-/// Query, key and value, and the output without gaps, whose first elements are there.
+/// Returns query, key and value, and a contiguous output, at these addresses.
 pub(super) fn tensors(
     call: &Call,
     inputs: [DeviceAddress; 3],
@@ -28,8 +29,8 @@ pub(super) fn tensors(
     Ok(Tensors::new([query, key, value, output], None))
 }
 
-/// The gradients of the output, and of query, key and value, without gaps. Those of sinks are for
-/// whoever asks for them.
+/// Returns contiguous gradients of the output and of query, key and value at these addresses. The
+/// caller sets the gradients of sinks where it needs them.
 pub(super) fn gradients(
     call: &Call,
     output: DeviceAddress,
@@ -50,7 +51,7 @@ fn without_gaps(address: DeviceAddress, shape: Shape) -> Result<DeviceTensor> {
     Ok(DeviceTensor { address, strides })
 }
 
-/// The beginning of memory that is read.
+/// Returns the address of memory that is read.
 pub(super) fn address<'a>(
     storage: &'a CudaStorage,
     stream: &'a CudaStream,
@@ -67,7 +68,7 @@ pub(super) fn address<'a>(
     Ok((DeviceAddress(address), guard))
 }
 
-/// The beginning of memory that is written.
+/// Returns the address of memory that is written.
 pub(super) fn address_mut<'a>(
     storage: &'a mut CudaStorage,
     stream: &'a CudaStream,
@@ -83,7 +84,7 @@ pub(super) fn address_mut<'a>(
     Ok((DeviceAddress(address), guard))
 }
 
-/// Memory for a result. It is never empty, which the driver would refuse.
+/// Allocates memory for a result. It is never empty, since the driver refuses empty allocations.
 pub(super) fn uninitialized(
     device: &CudaDevice,
     elements: usize,
@@ -94,10 +95,10 @@ pub(super) fn uninitialized(
     unsafe { device.alloc_uninit(&elements.max(1).into(), dtype) }
 }
 
-/// A tensor under the lock that candle has for it.
+/// A tensor under candle's lock.
 pub(super) type Held<'a> = (StorageRef<'a>, &'a Layout);
 
-/// The tensors that are there, held, with the places for their addresses.
+/// Locks the tensors that are given, and returns them with the fields for their addresses.
 pub(super) fn hold<'p, 't, const N: usize>(
     lists: [(&'p mut Option<DeviceAddress>, Option<&'t Tensor>); N],
 ) -> (Vec<&'p mut Option<DeviceAddress>>, Vec<Held<'t>>) {
@@ -105,7 +106,7 @@ pub(super) fn hold<'p, 't, const N: usize>(
     lists.into_iter().filter_map(there).unzip()
 }
 
-/// Writes the addresses of the first elements of tensors to their places.
+/// Writes the addresses of the tensors' first elements to their fields.
 pub(super) fn find<'a>(
     (places, held): (Vec<&mut Option<DeviceAddress>>, &'a [Held<'_>]),
     stream: &'a CudaStream,
@@ -122,7 +123,7 @@ pub(super) fn find<'a>(
     Ok(guards)
 }
 
-/// Bytes before the first element.
+/// Returns the offset of the first element in bytes.
 pub(super) fn start(storage: &CudaStorage, layout: &Layout) -> u64 {
     (layout.start_offset() * storage.dtype().size_in_bytes()) as u64
 }

@@ -1,10 +1,11 @@
-//! Attention on candle tensors on a GPU: each call is described to the library, which has the plans.
+//! Attention over candle tensors on a GPU: each call is described to FlashCore, which plans and
+//! launches.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `append` | new keys and values into a cache |
-//! | `memory` | where tensors are |
-//! | this one | attention, and parts of it together |
+//! | `append` | appending new keys and values to a cache |
+//! | `memory` | addresses of tensors |
+//! | this one | attention, gradients, and combining parts |
 
 pub(crate) mod append;
 mod memory;
@@ -25,7 +26,7 @@ use crate::arguments::{Call, element};
 use crate::operation::Saved;
 use crate::{Sequences, wrap};
 
-/// Output, and log-sum-exp where it is wanted.
+/// Computes the output, and the log-sum-exp where it is wanted.
 pub(crate) fn attend(
     call: &Call,
     [query, key, value]: [&CudaStorage; 3],
@@ -69,7 +70,7 @@ pub(crate) fn attend(
     Ok((output, lse))
 }
 
-/// Gradients of query, key and value.
+/// Computes the gradients of query, key and value.
 pub(crate) fn differentiate(
     call: &Call,
     inputs: [&Tensor; 3],
@@ -78,7 +79,7 @@ pub(crate) fn differentiate(
 ) -> Result<[Tensor; 3]> {
     let problem = &call.problem.clone().backward();
     let nothing = problem.rows() == 0 || inputs[1].elem_count() == 0;
-    // Rows that belong to no sequence are not written.
+    // Rows that belong to no sequence are not written: they start as zeros.
     let in_part = nothing || !problem.has_equal_lengths();
     let mut gradients = Vec::with_capacity(inputs.len());
     for of in inputs {
@@ -115,7 +116,7 @@ pub(crate) fn differentiate(
             *result = address;
             guards.push(guard);
         }
-        // The kernels write those of sinks, which candle has no place for.
+        // The kernels write gradients of the sinks too, which candle does not take.
         let sinks =
             problem.scores.sinks.then(|| uninitialized(device, problem.query_heads, DType::F32));
         let mut sinks = sinks.transpose()?;
@@ -132,7 +133,7 @@ pub(crate) fn differentiate(
     Ok([query, key, value])
 }
 
-/// Where the lists of a call go among its tensors.
+/// Pairs the lists of a call with the fields for their addresses.
 fn lists<'p, 't>(
     call: &'t Call,
     tensors: &'p mut Tensors,
@@ -151,7 +152,7 @@ fn lists<'p, 't>(
     ]
 }
 
-/// Output and log-sum-exp of parts together. Outputs have no gaps.
+/// Computes output and log-sum-exp of combined parts. Outputs must be contiguous.
 pub(crate) fn combine(
     shape: Shape,
     outputs: &[&Tensor],
@@ -179,7 +180,7 @@ pub(crate) fn combine(
     Ok((Storage::Cuda(output), Storage::Cuda(lse)))
 }
 
-/// Which kernel serves a call, and why.
+/// Returns which kernel serves a call, and why.
 pub(crate) fn plan(call: &Call, device: &CudaDevice) -> Result<Plan> {
     let (gpu, _) = place(&device.cuda_stream())?;
     let at_rest = memory::tensors(call, call.offsets.map(DeviceAddress), DeviceAddress(0))?;
@@ -187,7 +188,7 @@ pub(crate) fn plan(call: &Call, device: &CudaDevice) -> Result<Plan> {
     Ok(plan.plan().clone())
 }
 
-/// The GPU that a stream of candle's is on, opened the first time, and the stream.
+/// Returns the GPU of one of candle's streams, opened at first use, and the borrowed stream.
 fn place(stream: &CudaStream) -> Result<(Arc<Gpu>, Stream)> {
     static GPUS: Mutex<BTreeMap<usize, Arc<Gpu>>> = Mutex::new(BTreeMap::new());
     let ordinal = stream.context().ordinal();

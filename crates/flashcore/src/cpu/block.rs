@@ -1,4 +1,5 @@
-//! Blocks of rows against the keys that they see: products, online softmax, update.
+//! The forward pass over a block of rows: S = QK^T, online softmax and O += PV, key block by key
+//! block.
 
 use std::ops::Range;
 
@@ -10,48 +11,50 @@ use super::vectors::Vectors;
 use crate::backend::{BackendError, Cancellation, filled};
 use crate::problem::Problem;
 
-/// Rows of one task at most. Each loaded block of keys and values is used for all of them. With
-/// vectors of dim 128, queries, outputs and such a block take 360 KB: most second-level caches.
+/// Maximum number of rows per task. Each loaded block of keys and values is used for all of them.
+/// With vectors of dim 128, queries, outputs and such a block take 360 KB, which fits most L2
+/// caches.
 pub(super) const MAX_ROWS: usize = 256;
-/// Rows of one task at least, where there are as many.
+/// Minimum number of rows per task, where there are as many.
 pub(super) const MIN_ROWS: usize = 32;
-/// Keys handled between two updates of the running maximum: a multiple of every tile's rows.
+/// Keys between two updates of the running maximum: a multiple of the rows of every [`Tile`].
 pub(super) const KEY_BLOCK: usize = 96;
 
-/// The shape of everything that a task works on.
+/// The sizes that all data of a task depend on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub(super) tile: Tile,
     /// Rows of a register tile.
     pub(super) tile_rows: usize,
-    /// Columns of a panel.
+    /// Columns of a panel: softmax rows that are computed together, one per vector lane.
     pub(super) lanes: usize,
     pub(super) head_dim: usize,
     pub(super) value_head_dim: usize,
 }
 
-/// A block of keys and values, and what becomes of it: one for each thread.
+/// A loaded block of keys and values, and its scores. Each thread has one.
 pub(super) struct Workspace {
     shape: Shape,
-    /// Keys by position and dim; one tile more than a block, since the last tile may reach beyond.
+    /// Keys by position and dim; one tile more than a block, since the last tile may extend beyond
+    /// it.
     keys: Vec<f32>,
-    /// Values by tile of dims, position and dim within the tile; zero where one is not finite.
+    /// Values by tile of dims, position and dim within the tile; zero in place of non-finite ones.
     values: Vec<f32>,
-    /// The values that are not finite. The weight of a masked key is zero, and zero times these
-    /// would not be nothing: they are added to the rows that see them and to no other.
+    /// The non-finite values. The weight of a masked key is zero, and zero times infinity or NaN is
+    /// NaN: they are added only to the rows that see them.
     infinite: Vec<Infinite>,
-    /// The products of one panel, later probabilities, by key and lane.
+    /// Scores of one panel, later probabilities, by key and lane.
     scores: Vec<f32>,
-    /// One vector of a tensor as f32, as long as the tiles of a value.
+    /// One vector of a tensor as f32, padded to whole tiles of the value head dim.
     vector: Vec<f32>,
 }
 
-/// Rows that read one key/value head, and what they have come to.
+/// A block of rows that read one key/value head, with their running results.
 pub(super) struct Block<'a> {
     shape: Shape,
     /// Queries by panel, dim and lane.
     queries: Vec<f32>,
-    /// The output before normalisation, by panel, dim and lane.
+    /// Outputs before normalization, by panel, dim and lane.
     accumulators: Vec<f32>,
     softmax: Rows<'a>,
 }
@@ -63,7 +66,7 @@ struct Infinite {
     value: f32,
 }
 
-/// The tile and the lanes of a panel on an instruction set, for tasks of so many rows.
+/// Selects the tile and the panel width on an instruction set, for tasks of this many rows.
 struct Measure(usize);
 
 impl pulp::WithSimd for Measure {
@@ -76,10 +79,10 @@ impl pulp::WithSimd for Measure {
     }
 }
 
-/// Let blocks attend to those of some keys that they see, to the last of them unless cancelled.
+/// Lets blocks attend to the keys of a range that they see. Stops early if cancelled.
 pub(super) struct WalkKeys<'a, 'tensors> {
     pub(super) workspace: &'a mut Workspace,
-    /// Each block with its keys and values.
+    /// The blocks, each with its keys and values.
     pub(super) blocks: &'a mut [(Block<'tensors>, Vectors<'tensors>, Vectors<'tensors>)],
     pub(super) keys: Range<usize>,
     pub(super) cancellation: Option<&'a Cancellation>,
@@ -103,9 +106,9 @@ impl WalkKeys<'_, '_> {
     #[inline(always)]
     fn walk<S: Simd, const ROWS: usize, const COLUMNS: usize>(self, simd: S) {
         let WalkKeys { workspace, blocks, keys, cancellation } = self;
-        // Steps begin at the same keys for every row, whatever rows share a task: so a row's bits
-        // do not depend on the number of threads. All heads take a step before the next, since
-        // their keys are neighbours in memory.
+        // Steps begin at the same keys for every row, whichever rows share a task, so that the bits
+        // of a row do not depend on the number of threads. All heads take a step before the next
+        // one, since their keys are adjacent in memory.
         for first in (keys.start / KEY_BLOCK * KEY_BLOCK..keys.end).step_by(KEY_BLOCK) {
             let step = first.max(keys.start)..keys.end.min(first + KEY_BLOCK);
             for (block, key, value) in &mut *blocks {
@@ -125,7 +128,7 @@ impl WalkKeys<'_, '_> {
 }
 
 impl Shape {
-    /// For tasks of so many rows.
+    /// Returns the sizes for tasks of this many rows.
     pub(super) fn new(arch: pulp::Arch, problem: &Problem, rows: usize) -> Self {
         let (tile, lanes) = arch.dispatch(Measure(rows));
         Shape::with_tile(tile, lanes, problem)
@@ -136,19 +139,19 @@ impl Shape {
         Shape { tile, tile_rows: tile.size().0, lanes, head_dim, value_head_dim }
     }
 
-    /// The head dim in whole tiles.
+    /// Returns the head dim, rounded up to whole tiles.
     pub(super) fn dim_rows(&self) -> usize {
         self.head_dim.next_multiple_of(self.tile_rows)
     }
 
-    /// The value head dim in whole tiles.
+    /// Returns the value head dim, rounded up to whole tiles.
     fn value_rows(&self) -> usize {
         self.value_head_dim.next_multiple_of(self.tile_rows)
     }
 }
 
 impl<'a> Block<'a> {
-    /// Room for so many rows.
+    /// Allocates a block of this many rows.
     pub(super) fn new(shape: Shape, rows: usize) -> Result<Self, BackendError> {
         let zeros = |count: usize| filled("blocks of queries", count, 0.0);
         let panels = rows.div_ceil(shape.lanes);
@@ -160,7 +163,7 @@ impl<'a> Block<'a> {
         })
     }
 
-    /// Begin: pack queries, each with the rule of its row, and forget those before.
+    /// Initializes the block: packs queries, and sets the rule of each row.
     pub(super) fn begin<'q>(
         &mut self,
         scale: f32,
@@ -180,8 +183,8 @@ impl<'a> Block<'a> {
         self.softmax.begin(scale, rules);
     }
 
-    /// Write the normalised output of a row, and give its log-sum-exp. A row without weight is
-    /// zero.
+    /// Writes the normalized output of a row, and returns its log-sum-exp. A row that saw no key
+    /// has zeros.
     pub(super) fn finish(&self, row: usize, output: &mut [f32]) -> f32 {
         let Some((sum, lse)) = self.softmax.finish(row) else {
             output.fill(0.0);
@@ -195,7 +198,7 @@ impl<'a> Block<'a> {
         lse
     }
 
-    /// Add what the same rows came to over other keys.
+    /// Merges the results of the same rows over other keys.
     pub(super) fn merge(&mut self, other: &Block<'_>) {
         let Shape { lanes, .. } = self.shape;
         let size = self.shape.value_rows() * lanes;
@@ -210,13 +213,13 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// The keys among some from the first to the last that some row sees.
+    /// Returns the part of a range of keys from the first to the last that some row sees.
     fn seen(&self, keys: &Range<usize>) -> Range<usize> {
         let seen = self.softmax.seen(0..self.softmax.count());
         seen.start.max(keys.start)..seen.end.min(keys.end)
     }
 
-    /// Attend to the keys that are loaded: `loaded` of the step that begins with `first`.
+    /// Attends to the loaded keys: `loaded` of the step that begins at key `first`.
     #[inline(always)]
     fn step<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         &mut self,
@@ -249,7 +252,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Add what a value that is not finite contributes to a panel, if it is among these keys.
+    /// Adds the contribution of a non-finite value to a panel, if its key is among `keys`.
     fn add(&mut self, panel: usize, infinite: &Infinite, keys: &Range<usize>, scores: &[f32]) {
         let Infinite { position, dim, value } = *infinite;
         if !keys.contains(&position) {
@@ -280,8 +283,8 @@ impl Workspace {
         })
     }
 
-    /// Load keys of the step that begins with `first`. Other rows keep old keys; their scores are
-    /// not read.
+    /// Loads keys of the step that begins at key `first`. Other rows keep old keys; their scores
+    /// are not read.
     fn load_keys(&mut self, key: Vectors<'_>, first: usize, keys: &Range<usize>) {
         let dim = self.shape.head_dim;
         for position in keys.clone() {
@@ -289,7 +292,7 @@ impl Workspace {
         }
     }
 
-    /// Pack values of the step that begins with `first`, and set aside those that are not finite.
+    /// Packs values of the step that begins at key `first`, and sets non-finite ones aside.
     #[inline(always)]
     fn load_values<const ROWS: usize>(
         &mut self,
@@ -307,7 +310,8 @@ impl Workspace {
                     *value = 0.0;
                 }
             }
-            // Pieces of a size that the compiler knows: a call for each would cost more than they.
+            // Chunks of constant size are copied inline: a call to memcpy would cost more than the
+            // copy.
             let (tiles, _) = self.values.as_chunks_mut::<ROWS>();
             let tiles = tiles.iter_mut().skip(position - first).step_by(KEY_BLOCK);
             for (to, from) in tiles.zip(self.vector.as_chunks::<ROWS>().0) {
@@ -316,7 +320,8 @@ impl Workspace {
         }
     }
 
-    /// The products of a panel of queries with some keys of the step that begins with `first`.
+    /// Computes S = QK^T of a panel of queries with some keys of the step that begins at key
+    /// `first`.
     #[inline(always)]
     fn multiply<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         &mut self,
@@ -334,7 +339,7 @@ impl Workspace {
         }
     }
 
-    /// Rescale what a panel has accumulated, and add its probabilities times the values.
+    /// Rescales the accumulators of a panel and adds its probabilities times the values.
     #[inline(always)]
     fn update<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         &self,
@@ -353,8 +358,7 @@ impl Workspace {
     }
 }
 
-/// Whether no number is NaN or infinite, by a comparison of bits that compilers turn into vector
-/// code.
+/// Tells whether all numbers are finite, by a comparison of bits that compilers vectorize.
 #[inline(always)]
 pub(super) fn all_finite(numbers: &[f32]) -> bool {
     const MAGNITUDE: u32 = !(1 << 31);
@@ -369,7 +373,8 @@ mod tests {
     use crate::inputs::InputTensors;
     use crate::problem::{Mask, RowScores};
 
-    /// Outputs and log-sum-exps of a small problem, by a tile that need not be the best.
+    /// Computes outputs and log-sum-exps of a small problem with a given tile, not necessarily the
+    /// best.
     struct Attend(Tile);
 
     impl pulp::WithSimd for Attend {
@@ -418,7 +423,7 @@ mod tests {
         }
     }
 
-    /// Those of other instruction sets are run here too, if slowly.
+    /// The tiles of other instruction sets run here too, if slowly.
     #[test]
     fn every_tile_gives_the_same() {
         let expected = pulp::Scalar::new().vectorize(Attend(Tile::Narrow));

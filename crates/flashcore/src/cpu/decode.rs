@@ -1,9 +1,10 @@
-//! Very few rows: each vector of keys and values is read once, where it lies, and multiplied with
-//! the rows of its head as it is, with the dims in the lanes.
+//! Decode: very few rows per key/value head, and so one pass over keys and values at the speed of
+//! memory.
 //!
-//! [`Block`](super::block::Block) has a row in each lane, which is idle where there is no row: with
-//! one query and heads of their own, fifteen of sixteen. Here only the softmax has a row in each
-//! lane, and those are the rows of all heads, so that it fills its vectors as well.
+//! [`Block`](super::block::Block) computes with one row per SIMD lane. With one query and no grouped
+//! heads, 15 of 16 lanes would be idle. Here the lanes hold the dims of a vector instead: every key is
+//! read once, in memory order, and multiplied with the rows of its head. Only the softmax has a row in
+//! each lane; those are the rows of all heads, which fill its lanes.
 
 use std::ops::Range;
 
@@ -17,11 +18,11 @@ use super::vectors::Vectors;
 use crate::backend::{BackendError, Cancellation, filled};
 use crate::tensor::TensorView;
 
-/// Values that are added at a time: a row's sums are loaded and stored once for all of them.
+/// Values added at a time, so that a row's accumulators are loaded and stored once for all of them.
 const VALUES: usize = 4;
 
-/// Whether so many rows of a key/value head are few on an instruction set. Measured on Zen 4, see
-/// `docs/performance/cpu.md`.
+/// Whether a number of rows per key/value head is served by [`DecodeRows`]: with more rows, blocks
+/// are as fast. Measured on Zen 4 with AVX-512, see `docs/performance/cpu.md`.
 pub(super) struct AreFew(pub(super) usize);
 
 impl pulp::WithSimd for AreFew {
@@ -33,7 +34,7 @@ impl pulp::WithSimd for AreFew {
     }
 }
 
-/// The lanes of a vector.
+/// The number of f32 lanes of the instruction set.
 struct Lanes;
 
 impl pulp::WithSimd for Lanes {
@@ -45,22 +46,23 @@ impl pulp::WithSimd for Lanes {
     }
 }
 
-/// The rows of a sequence, head after head, and what they have come to.
+/// All rows of a sequence, grouped by key/value head, with their accumulators and softmax state.
 pub(super) struct DecodeRows<'a> {
-    /// Rows that read the same key/value head.
+    /// Rows per key/value head.
     group: usize,
     head_dim: usize,
     value_head_dim: usize,
     lanes: usize,
-    /// Queries by row and dim, with zeros to whole vectors.
+    /// Queries by row and dim, padded with zeros to whole SIMD vectors.
     queries: Vec<f32>,
-    /// The output before normalisation, by row and dim, in whole vectors.
+    /// The output before normalisation, by row and dim, padded to whole SIMD vectors.
     accumulators: Vec<f32>,
     softmax: Rows<'a>,
 }
 
 impl<'a> DecodeRows<'a> {
-    /// The rows of a sequence before they have seen a key.
+    /// Loads the queries of a sequence, with empty accumulators. `sinks` says whether the sinks count
+    /// in this part.
     pub(super) fn new(
         arch: pulp::Arch,
         sequence: &Sequence<'a>,
@@ -89,7 +91,7 @@ impl<'a> DecodeRows<'a> {
         })
     }
 
-    /// Attends to some keys.
+    /// Attends to a range of keys, unless cancelled.
     pub(super) fn walk(
         &mut self,
         arch: pulp::Arch,
@@ -128,11 +130,11 @@ impl Part for DecodeRows<'_> {
     }
 }
 
-/// Room for the scores of a step and a few vectors: one for each thread.
+/// Scratch memory of a thread.
 pub(super) struct Workspace {
-    /// Products of a step, later probabilities, by panel, key and lane.
+    /// Scores of a step, later probabilities, by panel of rows, key and lane.
     scores: Vec<f32>,
-    /// A few vectors of keys or values, with zeros to whole vectors of lanes.
+    /// A key, or [`VALUES`] values, as f32, padded with zeros to whole SIMD vectors.
     vectors: Vec<f32>,
 }
 
@@ -148,7 +150,7 @@ impl Workspace {
     }
 }
 
-/// Lets the rows of a sequence attend to some keys.
+/// The walk of a sequence's rows over a range of keys.
 struct Walk<'w, 'a, 's> {
     rows: &'w mut DecodeRows<'a>,
     workspace: &'w mut Workspace,
@@ -201,13 +203,13 @@ impl pulp::WithSimd for Walk<'_, '_, '_> {
     }
 }
 
-/// The order in which the vectors of a step are read: as they lie in memory, so that the processor
-/// sees what comes next. Against the order a cache of 8 heads takes three times as long on Zen 4.
+/// The order in which the vectors of a step are read: memory order, which the hardware prefetcher
+/// follows. Head by head through a cache whose heads are adjacent took six times as long on Zen 4.
 #[derive(Clone, Copy)]
 enum Order {
-    /// All heads of a position, then those of the next.
+    /// All heads of a position, then the next position.
     Positions,
-    /// All positions of a head, then those of the next.
+    /// All positions of a head, then the next head.
     Heads,
 }
 
@@ -217,7 +219,7 @@ impl Order {
         if strides.heads <= strides.length { Order::Positions } else { Order::Heads }
     }
 
-    /// Which of some pieces of a step comes at an index, and with which of some heads.
+    /// Returns which piece of the step, and which head, comes at an index of the loop.
     #[inline(always)]
     fn at(self, index: usize, pieces: usize, heads: usize) -> (usize, usize) {
         match self {
@@ -227,14 +229,14 @@ impl Order {
     }
 }
 
-/// Where the score of a row with the first key of a step is; those with the others follow a vector of
-/// lanes apart.
+/// Returns the index of a row's score for the first key of a step. The next key's is one SIMD vector
+/// further.
 #[inline(always)]
 fn score_of<S: Simd>(row: usize) -> usize {
     row / S::F32_LANES * KEY_BLOCK * S::F32_LANES + row % S::F32_LANES
 }
 
-/// The products of a head's rows with a key of a step.
+/// Computes the scores of a head's rows for one key of a step.
 #[inline(always)]
 fn multiply<S: Simd>(
     simd: S,
@@ -259,7 +261,7 @@ fn multiply<S: Simd>(
     }
 }
 
-/// The product of two vectors, by sums that do not wait for each other.
+/// Returns the dot product of two vectors, with four independent accumulators.
 #[inline(always)]
 fn dot<S: Simd>(simd: S, one: &[S::f32s], other: &[S::f32s]) -> f32 {
     let mut sums = [simd.splat_f32s(0.0); 4];
@@ -278,13 +280,13 @@ fn dot<S: Simd>(simd: S, one: &[S::f32s], other: &[S::f32s]) -> f32 {
     simd.reduce_sum_f32s(sum)
 }
 
-/// Multiplies what rows have accumulated with what their new maximum makes of it.
+/// Rescales the accumulators of all rows to their new maxima.
 #[inline(always)]
 fn rescale<S: Simd>(simd: S, rows: &mut DecodeRows<'_>) {
     let width = rows.value_head_dim.next_multiple_of(S::F32_LANES);
     let factors = rows.softmax.rescale(0..rows.softmax.count());
     for (sums, factor) in rows.accumulators.chunks_exact_mut(width).zip(factors) {
-        // The maximum of a row changes a few times, and then no more.
+        // The maximum of a row rarely changes after the first steps.
         if *factor != 1.0 {
             let factor = simd.splat_f32s(*factor);
             for sum in S::as_mut_simd_f32s(sums).0 {
@@ -294,7 +296,7 @@ fn rescale<S: Simd>(simd: S, rows: &mut DecodeRows<'_>) {
     }
 }
 
-/// Adds the probabilities of a head's rows times a few values of a step.
+/// Adds up to [`VALUES`] values of a step, weighted by the probabilities, to a head's rows.
 #[inline(always)]
 fn update<S: Simd>(
     simd: S,
@@ -314,7 +316,7 @@ fn update<S: Simd>(
     for (index, vector) in vectors.chunks_exact_mut(width).enumerate() {
         match positions.start + index {
             position if position < positions.end => values.read(position, &mut vector[..dim]),
-            // Without weight, and so without effect where it is finite.
+            // Padding has weight zero; it has to be finite.
             _ => vector[..dim].fill(0.0),
         }
         vector[dim..].fill(0.0);
@@ -323,7 +325,8 @@ fn update<S: Simd>(
         scores[score_of::<S>(row) + (position - step.start) * S::F32_LANES]
     };
     if !all_finite(vectors) {
-        // The weight of a masked key is zero, and zero times infinity would not be nothing.
+        // Zero times infinity is NaN: values that are not finite are added only to rows that see
+        // them, and replaced by zero for the others.
         for (position, vector) in positions.clone().zip(vectors.chunks_exact_mut(width)) {
             for (dim, value) in vector.iter_mut().enumerate().filter(|it| !it.1.is_finite()) {
                 for row in (first..first + count).filter(|row| rows.softmax.sees(*row, position)) {
@@ -343,7 +346,7 @@ fn update<S: Simd>(
             simd.splat_f32s(if has_weight { weight(first + row, position) } else { 0.0 })
         });
         let sums = S::as_mut_simd_f32s(sums).0;
-        // Slices of one length that the compiler knows are read without checks.
+        // Slices that the compiler knows to be equally long need no bounds checks.
         let values = values.map(|value| &value[..sums.len()]);
         for index in 0..sums.len() {
             let mut sum = sums[index];

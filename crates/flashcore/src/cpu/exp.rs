@@ -2,10 +2,10 @@
 
 use pulp::Simd;
 
-/// Below this, the exponential would be subnormal.
+/// The exponential of anything below this is subnormal.
 const SMALLEST: f32 = -87.33654;
 
-/// e^x for x <= 0 or NaN, within 2 units in the last place; 0 where e^x would be subnormal.
+/// Computes e^x for x <= 0 or NaN, within 2 units in the last place; 0 where it would be subnormal.
 ///
 /// e^x = 2^n e^r with n = round(x / ln 2) and |r| <= ln(2) / 2, where a polynomial of degree 6
 /// (Cephes `expf`) gives e^r.
@@ -37,8 +37,8 @@ pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(vanishes, splat(0.0), simd.mul_f32s(mantissa, power))
 }
 
-/// tanh(x), within 3 units in the last place: an odd polynomial near zero (Cephes `tanhf`), where
-/// the quotient of exponentials would cancel.
+/// Computes tanh(x), within 3 units in the last place: by an odd polynomial near zero (Cephes
+/// `tanhf`), where the quotient of exponentials would cancel.
 #[inline(always)]
 pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const NEAR: f32 = 0.625;
@@ -61,7 +61,7 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 mod tests {
     use super::*;
 
-    /// Each function over some numbers, on the instruction set of this machine.
+    /// Applies each function to some numbers, on the instruction set of this machine.
     struct Each<'a>(&'a [f32]);
 
     impl pulp::WithSimd for Each<'_> {
@@ -84,7 +84,7 @@ mod tests {
 
     fn each(numbers: &[f32]) -> Vec<[f32; 3]> {
         let all = pulp::Arch::new().dispatch(Each(numbers));
-        // Without vectors as well, as on a machine that has none.
+        // The scalar code as well, as on a machine without vector instructions.
         let plain = pulp::Scalar::new().vectorize(Each(numbers));
         for ([x, exponential, tangent], [_, plain_exponential, plain_tangent]) in
             all.iter().zip(plain)

@@ -1,22 +1,22 @@
-//! Attention on the CPU: the same blocked online softmax as on a GPU, over all cores.
+//! Attention on the CPU: the blocked online softmax of FlashAttention, over all cores.
 //!
 //! A task is one block of queries, with every query head that reads the same key/value head. It
-//! walks over the visible keys in steps, so memory grows with the sequence length and not with its
-//! square. Which rows a task owns is settled before the threads start: every row of the output is
-//! handed to exactly one task. Where queries are few, a task is a chunk of the keys of all heads
-//! instead. Keys and values are read where they lie, in pages as well.
+//! walks over the visible keys in steps, so memory grows linearly with the sequence length. The
+//! assignment of rows to tasks is fixed before the threads start: every row of the output is handed
+//! to exactly one task. Where queries are few, a task is a chunk of the keys of all heads instead
+//! (split-KV). Keys and values are read in place, paged caches included.
 //!
 //! | file | its subject |
 //! | --- | --- |
 //! | `block` | the walk of a task over its keys |
-//! | `split` | few queries: keys in chunks |
-//! | `decode` | very few queries: the walk of a chunk |
-//! | `vectors` | rows of tensors as numbers |
-//! | `tile` | products of matrices in registers |
+//! | `split` | split-KV for few queries: chunks of keys, and their merging |
+//! | `decode` | the walk over a chunk where a key/value head has very few rows |
+//! | `vectors` | rows of tensors as f32 numbers, with descale factors applied |
+//! | `tile` | matrix products in register tiles |
 //! | `softmax` | scores, masks and the online softmax |
-//! | `exp` | exponential and tangent |
+//! | `exp` | exponential and hyperbolic tangent |
 //! | `backward` | gradients |
-//! | `threads` | the threads of this process |
+//! | `threads` | the thread pool of this process |
 
 mod backward;
 mod block;
@@ -51,18 +51,18 @@ use crate::serving::Sequences;
 use crate::tensor::{Element, Tensor, with_elements};
 use kernels::attention::function::Here;
 
-/// The CPU as a back end.
+/// The CPU back end.
 ///
 /// It serves every length, mask and element type; see [`Backend`] for an example.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CpuBackend {}
 
-/// The forward kernel's name.
+/// Name of the forward kernel.
 const KERNEL: &str = "blocked";
-/// The name of the kernel that computes gradients.
+/// Name of the backward kernel.
 const BACKWARD: &str = "backward";
 
-/// The kernel of a pass.
+/// Returns the name of the kernel of a pass.
 pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
     match pass {
         Pass::Forward => KERNEL,
@@ -70,19 +70,19 @@ pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
     }
 }
 
-/// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
-/// dim, and nobody has asked for a hundredth of it.
+/// The largest supported head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at
+/// this dim; head dims in use are below a hundredth of it.
 const MAX_HEAD_DIM: usize = 1 << 16;
 
 impl CpuBackend {
-    /// The back end over the threads of this process. Starts none.
+    /// Creates the back end over the threads of this process. Starts none.
     pub fn new() -> Self {
         CpuBackend {}
     }
 
-    /// Does some work of this back end on one of its threads, while the calling thread calls `watch`
-    /// again and again, a period apart. For those who wait and have something to look after, and
-    /// perhaps reason to [cancel](Cancellation) the work.
+    /// Runs some work of this back end on one of its threads, while the calling thread calls
+    /// `watch` once per `period`. For callers that have something to look after while they wait,
+    /// and may want to [cancel](Cancellation) the work.
     ///
     /// ```
     /// use std::time::Duration;
@@ -207,7 +207,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Who looks on.
+/// The observers of a run: progress and cancellation.
 #[derive(Clone, Copy)]
 struct Watch<'a> {
     progress: Option<&'a dyn Progress>,
@@ -221,12 +221,12 @@ impl Watch<'_> {
         }
     }
 
-    /// An error if the work was given up.
+    /// Returns an error if the run was cancelled.
     fn check(&self) -> Result<(), BackendError> {
         self.cancellation.map_or(Ok(()), Cancellation::check)
     }
 
-    /// A task is done, or was given up.
+    /// Reports a finished task, or returns an error if the run was cancelled.
     fn advance(&self) -> Result<(), BackendError> {
         self.check()?;
         if let Some(progress) = self.progress {
@@ -236,17 +236,17 @@ impl Watch<'_> {
     }
 }
 
-/// A sequence of a call, as a problem of its own.
+/// One sequence of a call.
 struct Sequence<'a> {
     problem: &'a Problem,
     inputs: Inputs<'a>,
-    /// Which of the problem's batch it is.
+    /// The index of the sequence in the problem's batch.
     batch: usize,
 }
 
 impl<'a> Sequence<'a> {
-    /// The rows (query, head) that read a key/value head. The heads of one query are neighbours, so
-    /// that a block of rows reaches over few queries and few keys are loaded in vain.
+    /// Returns the rows (query, head) that read a key/value head. The heads of one query are
+    /// adjacent, so that a block of rows spans few queries and few keys are loaded in vain.
     fn rows(
         &self,
         queries: Range<usize>,
@@ -257,7 +257,7 @@ impl<'a> Sequence<'a> {
         queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
     }
 
-    /// All rows, those of one key/value head after the other.
+    /// Returns all rows (query, head), grouped by key/value head.
     fn all_rows(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         let queries = self.problem.query_length;
         (0..self.problem.kv_heads).flat_map(move |kv_head| self.rows(0..queries, kv_head))
@@ -275,7 +275,7 @@ impl<'a> Sequence<'a> {
         Vectors::value(self.problem, self.inputs, self.batch, kv_head)
     }
 
-    /// What the softmax is to know of a row, with its sink or without.
+    /// Returns the softmax rule of a row; without its sink, if the caller counts that elsewhere.
     fn rule(&self, (query, head): (usize, usize), with_sink: bool) -> RowRule<'a> {
         let Sequence { problem, inputs, batch } = *self;
         let rule = rule(problem, inputs, batch, head, query);
@@ -285,7 +285,7 @@ impl<'a> Sequence<'a> {
         RowRule { sink: rule.sink.filter(|_| with_sink), functions, ..rule }
     }
 
-    /// Begins a block with the rows of some queries that read a key/value head.
+    /// Initializes a block with the rows of some queries that read a key/value head.
     fn begin(
         &self,
         block: &mut Block<'a>,
@@ -300,7 +300,8 @@ impl<'a> Sequence<'a> {
     }
 }
 
-/// Sequences of unequal lengths: those of few queries all at once, others one after the other.
+/// Computes sequences of unequal lengths: those with few queries together, the others one after
+/// the other.
 fn attend_sequences(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -327,7 +328,7 @@ fn attend_sequences(
         lse[sequences.lse_index(shape, sequence, head, query)] = sum;
     };
     let problems: Vec<Problem> = (0..sequences.len()).map(|it| sequences.alone(it)).collect();
-    // By the number of queries: what serves them together has rows for as many.
+    // Grouped by the number of queries, since sequences that are computed together share a shape.
     let mut few: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (sequence, alone) in problems.iter().enumerate().filter(|it| it.1.rows() > 0) {
         if has_few_rows(alone) {
@@ -358,7 +359,7 @@ fn attend_sequences(
     Ok(())
 }
 
-/// What the arithmetic is compiled for, chosen when the program starts.
+/// Returns the name of the instruction set that the arithmetic uses, which is chosen at run time.
 fn instruction_set() -> &'static str {
     #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
     match pulp::Arch::new() {
@@ -369,25 +370,25 @@ fn instruction_set() -> &'static str {
     if cfg!(target_arch = "aarch64") { "NEON" } else { "the architecture's baseline instructions" }
 }
 
-/// A block of queries of the heads that share a key/value head, with the results that belong to
-/// it.
+/// A block of queries of the heads that share a key/value head, with the part of the results that
+/// it writes.
 struct Task<'a, T> {
     batch: usize,
     kv_head: usize,
     first_query: usize,
-    /// For each query, the outputs of the heads, one after the other.
+    /// For each query, the outputs of the heads of the group, one after the other.
     output: Vec<&'a mut [T]>,
-    /// For each head, the log-sum-exps of the queries.
+    /// For each head of the group, the log-sum-exps of the queries.
     lse: Vec<&'a mut [f32]>,
 }
 
-/// Whether the rows that share a key/value head are so few that keys are split. Parts are put together
-/// by sums of their own: with them, bits depend on how many queries there are.
+/// Returns whether so few rows share a key/value head that the keys are split. Merging chunks of
+/// keys changes the order of additions: the bits of a query depend on how many queries come with it.
 fn has_few_rows(problem: &Problem) -> bool {
     problem.query_length * problem.group_size() <= MIN_ROWS && !problem.batch_invariant
 }
 
-/// Sequences of equal lengths, on all threads.
+/// Computes sequences of equal lengths on all threads.
 fn attend(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -410,7 +411,7 @@ fn attend(
     })
 }
 
-/// Many queries: a task is a block of them over all keys.
+/// Computes many queries: a task is a block of queries over all keys.
 fn attend_in_blocks<T: Element>(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -449,7 +450,7 @@ fn attend_in_blocks<T: Element>(
     })
 }
 
-/// Where a row stands, for functions.
+/// Returns the indices of a row as functions see them.
 fn here(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> Here {
     let length = |length: usize| i32::try_from(length).unwrap_or(i32::MAX);
     Here {
@@ -461,7 +462,7 @@ fn here(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query:
     }
 }
 
-/// What the softmax is to know of a row, but for functions.
+/// Returns the mask and score rules of a row, without functions.
 fn rule(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -478,16 +479,17 @@ fn rule(
     }
 }
 
-/// Tasks for each thread, where there are as many: causal ones differ in size, and threads in speed.
+/// Tasks per thread, where there are enough rows: causal tasks differ in size, and threads in
+/// speed.
 const TASKS: usize = 8;
 
-/// Queries of a task.
+/// Returns the number of queries per task.
 fn query_block(problem: &Problem, threads: usize) -> usize {
     let rows = (problem.rows() / (threads * TASKS)).clamp(MIN_ROWS, MAX_ROWS);
     (rows / problem.group_size()).clamp(1, problem.query_length)
 }
 
-/// The tasks in the order (batch, key/value head, first query).
+/// Returns the tasks in the order (batch, key/value head, first query).
 fn tasks<'a, T>(
     problem: &Problem,
     block: usize,
@@ -507,7 +509,7 @@ fn tasks<'a, T>(
             lse: room_for(what, group)?,
         });
     }
-    // Rows of the log-sum-exp lie head by head, and those of the output query by query.
+    // Log-sum-exps are stored head by head, outputs query by query.
     for (head, lse) in lse.chunks_mut(problem.query_length).enumerate() {
         for (task, lse) in lse.chunks_mut(block).enumerate() {
             tasks[head / group * blocks + task].lse.push(lse);

@@ -1,7 +1,7 @@
-//! From products to probabilities: everything about a score that is neither product is here.
+//! From products to probabilities: scale, softcap, bias, functions, mask and the online softmax.
 //!
-//! The rows of the softmax are the columns of a panel, so that each lane of a vector has a row of
-//! its own.
+//! The rows of the softmax are the columns of a panel, so that each vector lane has a row of its
+//! own.
 
 use std::ops::Range;
 
@@ -12,47 +12,47 @@ use super::tile::{Row, rows, rows_mut};
 use crate::backend::{BackendError, filled};
 use crate::problem::{RowFunctions, RowScores};
 
-/// What is to be known of each row, and what is known of it so far: one entry for each lane of
-/// each panel.
+/// The rules and the running state of each softmax row: one entry per lane of each panel.
 pub(super) struct Rows<'a> {
-    /// The factor of every product.
+    /// Softmax scale.
     scale: f32,
-    /// The cap of every score.
+    /// Softcap of the scores.
     cap: Option<f32>,
-    /// Whether some row has a slope.
+    /// Whether some row has an ALiBi slope.
     sloped: bool,
-    /// ALiBi's slope.
+    /// ALiBi slope of each row.
     slopes: Vec<f32>,
-    /// Where the row stands among the keys.
+    /// Position of each row's query among the keys.
     positions: Vec<f32>,
-    /// The keys that the row sees. Lanes without a row see everything and are never read.
+    /// Range of keys that each row sees. Lanes without a row see everything; their results are not
+    /// read.
     visible: Vec<Range<usize>>,
-    /// What functions make of each row's scores; none where the problem has no functions.
+    /// Functions of each row; empty where the problem has none.
     functions: Vec<RowFunctions<'a>>,
-    /// Rows that there are.
+    /// Number of rows.
     count: usize,
-    /// The largest score so far.
+    /// Largest score of each row so far.
     maximum: Vec<f32>,
-    /// The sum of exponentials so far, relative to the maximum.
+    /// Sum of exponentials of each row so far, relative to the maximum.
     sum: Vec<f32>,
-    /// What the last block of keys made of the weight of those before.
+    /// Factor by which the last key block rescaled the sums and accumulators of each row.
     rescale: Vec<f32>,
 }
 
-/// One row of the softmax.
+/// The rules of one softmax row.
 pub(super) struct RowRule<'a> {
-    /// The keys that it sees.
+    /// The range of keys that it sees.
     pub(super) visible: Range<usize>,
-    /// What becomes of its products.
+    /// How its products become scores.
     pub(super) scores: RowScores,
-    /// A score that it begins with.
+    /// The sink, with which the row's sum starts.
     pub(super) sink: Option<f32>,
-    /// The problem's functions, if it has any.
+    /// The row's functions, if the problem has any.
     pub(super) functions: Option<RowFunctions<'a>>,
 }
 
 impl<'a> Rows<'a> {
-    /// Room for so many rows.
+    /// Allocates state for this many lanes.
     pub(super) fn new(lanes: usize) -> Result<Self, BackendError> {
         let zeros = || filled("rows of the softmax", lanes, 0.0);
         Ok(Rows {
@@ -70,7 +70,7 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// Begin with these rows, and forget those before.
+    /// Starts over with these rows.
     pub(super) fn begin(&mut self, scale: f32, rules: impl Iterator<Item = RowRule<'a>>) {
         self.scale = scale;
         self.sloped = false;
@@ -96,12 +96,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows.
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
-    /// The keys from the first to the last that some row among these lanes sees.
+    /// Returns the range from the first to the last key that some row among these lanes sees.
     pub(super) fn seen(&self, lanes: Range<usize>) -> Range<usize> {
         let lanes = lanes.start..lanes.end.min(self.count);
         let seen = self.visible[lanes].iter().filter(|keys| !keys.is_empty());
@@ -110,30 +110,34 @@ impl<'a> Rows<'a> {
         begin..end
     }
 
-    /// Whether every row among these lanes sees all of these keys.
+    /// Tells whether every row among these lanes sees all of these keys, without regard to
+    /// functions.
     pub(super) fn all_see(&self, lanes: Range<usize>, keys: &Range<usize>) -> bool {
         let sees = |row: &Range<usize>| row.start <= keys.start && keys.end <= row.end;
         self.visible[lanes].iter().all(sees)
     }
 
-    /// Whether a row sees a key.
+    /// Tells whether a row sees a key.
     pub(super) fn sees(&self, row: usize, key: usize) -> bool {
         let by_function = || self.functions.get(row).is_none_or(|it| it.clone().sees(key));
         self.visible[row].contains(&key) && by_function()
     }
 
-    /// What the weights accumulated before the last block are to be multiplied with.
+    /// Returns the factors by which the accumulators must be multiplied before the last block is
+    /// added.
     pub(super) fn rescale(&self, lanes: Range<usize>) -> &[f32] {
         &self.rescale[lanes]
     }
 
-    /// The sum of exponentials of a row and its log-sum-exp; nothing for a row without weight.
+    /// Returns the sum of exponentials of a row and its log-sum-exp; `None` for a row that saw
+    /// nothing.
     pub(super) fn finish(&self, row: usize) -> Option<(f32, f32)> {
         let (maximum, sum) = (self.maximum[row], self.sum[row]);
         (sum != 0.0).then(|| (sum, maximum + sum.ln()))
     }
 
-    /// Add what a row came to over other keys; what both sums are to be multiplied with.
+    /// Merges the state of a row over other keys. Returns the factors by which both accumulators
+    /// must be multiplied.
     pub(super) fn merge(&mut self, row: usize, other: &Rows<'_>) -> [f32; 2] {
         let maxima = [self.maximum[row], other.maximum[row]];
         let maximum = maxima[0].max(maxima[1]);
@@ -145,8 +149,8 @@ impl<'a> Rows<'a> {
         factors
     }
 
-    /// Turn the products of a panel with some keys into probabilities relative to the new maximum.
-    /// `panel` has a row for each key, and a column for each of the lanes.
+    /// Turns the products of a panel with some keys into probabilities relative to the new maximum.
+    /// `panel` has a row per key and a column per lane.
     #[inline(always)]
     pub(super) fn weigh<S: Simd, const COLUMNS: usize>(
         &mut self,
@@ -191,7 +195,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Turn products into scores: scaled, capped and biased, as [`Scores`] has it.
+    /// Turns products into scores: scaled, capped and biased (see `problem::Scores`).
     #[inline(always)]
     fn score<S: Simd, const COLUMNS: usize>(
         &self,
@@ -204,12 +208,12 @@ impl<'a> Rows<'a> {
         self.bias::<S, COLUMNS>(simd, lanes, keys, panel);
     }
 
-    /// The cap of every score.
+    /// Returns the softcap.
     pub(super) fn cap(&self) -> Option<f32> {
         self.cap
     }
 
-    /// Scale products, and cap them.
+    /// Scales products, and applies the softcap.
     #[inline(always)]
     pub(super) fn scale_and_cap<S: Simd, const COLUMNS: usize>(&self, simd: S, panel: &mut [f32]) {
         let panel = rows_mut::<S, COLUMNS>(panel);
@@ -225,7 +229,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Take off what ALiBi does.
+    /// Subtracts the ALiBi bias.
     #[inline(always)]
     pub(super) fn bias<S: Simd, const COLUMNS: usize>(
         &self,
@@ -250,7 +254,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Put the scores that are seen so far through the functions of their rows.
+    /// Applies the functions of each row to the scores of its visible keys.
     fn call_functions(&mut self, lanes: Range<usize>, keys: &Range<usize>, panel: &mut [f32]) {
         let width = lanes.len();
         let rows = self.functions.iter_mut().enumerate().skip(lanes.start).take(width);
@@ -266,9 +270,9 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The same before gradients of scores are multiplied with probabilities: scores become what the
-    /// functions say, minus infinity where they hide the key, and gradients are multiplied with the
-    /// slopes.
+    /// Like `call_functions`, for the backward pass: scores become the functions' results, minus
+    /// infinity where they hide the key, and gradients are multiplied by the derivative of the
+    /// score function.
     pub(super) fn call_slopes(
         &self,
         lanes: Range<usize>,
@@ -296,8 +300,8 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// What a panel has for keys that a row does not see becomes `nothing`: minus infinity for a
-    /// score, zero for a probability.
+    /// Sets the entries of a panel whose keys a row does not see to `nothing`: minus infinity for
+    /// scores, zero for probabilities.
     pub(super) fn mask(
         &self,
         lanes: Range<usize>,

@@ -1,5 +1,5 @@
-//! Few queries: the keys of a sequence are split into chunks, a task each, and what the chunks come to
-//! is put together (split-KV). Chunks are the same on any number of threads, and so are the bits.
+//! Split-KV: where queries are few, a task is a chunk of a sequence's keys, for all heads, and the
+//! partial results are merged. Chunks do not depend on the number of threads, and neither do the bits.
 
 use std::ops::Range;
 
@@ -11,24 +11,23 @@ use super::{Sequence, TASKS, Watch, block, decode};
 use crate::backend::{BackendError, room_for};
 use crate::problem::Problem;
 
-/// Keys of a chunk.
+/// Keys per chunk.
 const CHUNK: usize = 4 * KEY_BLOCK;
 
-/// Chunks whose results are held at once, where threads are few.
+/// Minimum number of chunks whose results are held at once.
 const CHUNKS: usize = 128;
 
-/// What all rows of a sequence come to over some of its keys.
+/// The partial result of all rows of a sequence over a chunk of its keys.
 pub(super) trait Part: Send + Sized {
-    /// Adds what the same rows came to over other keys.
+    /// Merges the partial result over another chunk.
     fn merge(&mut self, other: &Self);
 
-    /// Writes the normalised output of a row among those of a key/value head, and gives its
-    /// log-sum-exp.
+    /// Writes the normalised output of a row of a key/value head, and returns its log-sum-exp.
     fn finish(&self, kv_head: usize, row: usize, output: &mut [f32]) -> f32;
 }
 
-/// Attends to all keys of some sequences whose rows of a key/value head are as many in each. `store` is
-/// given the number of the sequence, query, query head, log-sum-exp and output of every row.
+/// Computes sequences that all have the same number of queries. `store` is called for every row with
+/// the index of its sequence, its query and query head, its log-sum-exp and its output.
 pub(super) fn attend(
     sequences: &[Sequence<'_>],
     watch: Watch<'_>,
@@ -40,7 +39,7 @@ pub(super) fn attend(
     attend_rows(sequences, are_few, watch, store)
 }
 
-/// The same by [`DecodeRows`] where rows are few, and by [`Block`]s otherwise.
+/// Computes the sequences by [`DecodeRows`] if rows are few, and by [`Block`]s otherwise.
 fn attend_rows(
     sequences: &[Sequence<'_>],
     are_few: bool,
@@ -81,7 +80,7 @@ impl Part for Vec<Block<'_>> {
     }
 }
 
-/// A chunk of a sequence's keys.
+/// One chunk of a sequence's keys.
 struct Task {
     sequence: usize,
     keys: Range<usize>,
@@ -89,12 +88,12 @@ struct Task {
     is_last: bool,
 }
 
-/// The chunks of the keys that some query of a sequence sees, of sequence after sequence; at least one of
-/// each, which may be empty.
+/// The chunks of all sequences: those that cover the keys some query sees, and at least one per
+/// sequence, which may be empty.
 struct Tasks {
-    /// For each sequence, the keys that are seen.
+    /// The visible keys of each sequence.
     seen: Vec<Range<usize>>,
-    /// For each sequence the tasks before it, and then all.
+    /// Cumulative number of tasks before each sequence, and in all.
     starts: Vec<usize>,
 }
 
@@ -126,13 +125,14 @@ impl Tasks {
     }
 }
 
-/// The keys from the first to the last that some query sees.
+/// Returns the range from the first to the last key that some query sees.
 fn seen(problem: &Problem) -> Range<usize> {
     let ranges = (0..problem.query_length).map(|query| problem.visible_keys(0, query));
     let ranges = ranges.filter(|keys| !keys.is_empty());
     ranges.reduce(|one, other| one.start.min(other.start)..one.end.max(other.end)).unwrap_or(0..0)
 }
 
+/// Runs `attend` for each chunk, merges the partial results of each sequence in order, and stores them.
 fn each_chunk<'a, W, P: Part>(
     sequences: &[Sequence<'a>],
     watch: Watch<'_>,
@@ -145,14 +145,14 @@ fn each_chunk<'a, W, P: Part>(
     let run = |workspace: &mut Result<W, BackendError>, index: usize| {
         let workspace = workspace.as_mut().map_err(|error| error.clone())?;
         let Task { sequence, keys, is_first, .. } = tasks.task(index);
-        // A sink counts once.
+        // Only the first chunk counts the sinks.
         let part = attend(workspace, &sequences[sequence], keys, is_first)?;
         watch.advance()?;
         Ok(part)
     };
     let mut whole: Option<P> = None;
     let mut row = vec![0.0; sequences[0].problem.value_head_dim];
-    // Chunks grow in number with the keys: what they come to is held for some of them at a time.
+    // The number of chunks grows with the keys: only some of their results are held at a time.
     let held = CHUNKS.max(TASKS * rayon::current_num_threads());
     for first in (0..tasks.count()).step_by(held) {
         let held = first..tasks.count().min(first + held);
@@ -187,7 +187,7 @@ mod tests {
     use crate::inputs::{InputTensors, Inputs};
     use crate::problem::{Alibi, Mask, Scores};
 
-    /// Outputs and log-sum-exps of every row, by the one or the other.
+    /// Returns the indices, log-sum-exps and outputs of all rows, by one path or the other.
     fn rows(problem: &Problem, inputs: Inputs<'_>, are_few: bool) -> Vec<f32> {
         let sequences = (0..problem.batch).map(|batch| Sequence { problem, inputs, batch });
         let sequences: Vec<Sequence<'_>> = sequences.collect();
@@ -201,7 +201,7 @@ mod tests {
         results
     }
 
-    /// Few rows come to the same in lanes of their own and with dims in the lanes.
+    /// Both paths give the same results.
     #[test]
     fn few_rows_are_as_many_rows() {
         let plain = Problem::new(2, 6, 3, 20)
@@ -221,7 +221,7 @@ mod tests {
             let worst = worst.filter(|it| !it.is_nan()).fold(0.0, f32::max);
             assert!(few.len() == many.len() && worst < 3e-6, "{problem}: off by {worst}");
 
-            // What is not finite counts for the rows that see it, and for no other.
+            // An infinite value reaches the rows that see it, and no other.
             let vector = vec![f32::INFINITY; problem.value_head_dim];
             tensors.value.set_row([1, problem.key_length - 1, 2], &vector);
             let [few, many] = [true, false].map(|few| rows(&problem, tensors.inputs(), few));

@@ -1,8 +1,8 @@
-//! The threads that a process computes on.
+//! The threads on which a process computes.
 //!
-//! They are rayon's global pool, or the pool in which the call is made. A fork copies a process
-//! without its threads: in a child the global pool of the parent would never answer, so that a forked
-//! process gets a pool of its own. Nothing starts a thread before there is work.
+//! They are those of rayon's global pool, or of the pool from which the call is made. A fork copies
+//! a process without its threads: in the child, the global pool of the parent would never answer,
+//! so a forked process gets a pool of its own. No thread is started before there is work.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -13,13 +13,13 @@ use rayon::{Scope, ThreadPool, ThreadPoolBuilder};
 
 use crate::backend::BackendError;
 
-/// The process whose threads are those of the global pool; none yet if 0.
+/// The process that owns the threads of the global pool; 0 as long as none does.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
-/// The pool of a forked process, and the process.
+/// The pool of a forked process, and the id of that process.
 static FORKED: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 
-/// Works where parallel iterators find the threads of this process.
+/// Runs work where parallel iterators use the threads of this process.
 pub(super) fn install<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, BackendError> {
     Ok(match own_pool()? {
         None => work(),
@@ -27,8 +27,9 @@ pub(super) fn install<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, Bac
     })
 }
 
-/// Works on a thread of this process's pool, and calls `watch` again and again meanwhile, on the
-/// calling thread, a period apart. On a thread of a pool, which must not wait, nobody watches.
+/// Runs work on a thread of this process's pool, while the calling thread calls `watch` once per
+/// `period`. On a thread of a pool, which must not block, the work runs directly and `watch` is not
+/// called.
 pub(super) fn watched<'work, T: Send + 'work>(
     work: impl FnOnce() -> T + Send + 'work,
     period: Duration,
@@ -57,14 +58,14 @@ pub(super) fn watched<'work, T: Send + 'work>(
     Ok(result.expect("the scope passes on the panic of work that sent nothing"))
 }
 
-/// The pool of a forked process; nothing where the global pool serves.
+/// Returns the pool of a forked process; `None` where the global pool can be used.
 fn own_pool() -> Result<Option<Arc<ThreadPool>>, BackendError> {
     let process = std::process::id();
     let owner = OWNER.compare_exchange(0, process, Ordering::Relaxed, Ordering::Relaxed);
     if owner.is_ok() || owner == Err(process) || rayon::current_thread_index().is_some() {
         return Ok(None);
     }
-    // Never waits: whoever had the lock when the process was forked will not give it back.
+    // Never blocks: a lock that another thread held during the fork is never released in the child.
     let look = || match FORKED.try_lock() {
         Ok(pool) => Some(pool),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -77,7 +78,7 @@ fn own_pool() -> Result<Option<Arc<ThreadPool>>, BackendError> {
     let pool = ThreadPoolBuilder::new().build();
     let pool = Arc::new(pool.map_err(|error| BackendError::Threads(error.to_string()))?);
     if let Some(mut kept) = look() {
-        // A parent's pool is not freed: its end would wait for threads that are not there.
+        // The parent's pool is leaked: dropping it would wait for threads that do not exist here.
         std::mem::forget(kept.replace((process, pool.clone())));
     }
     Ok(Some(pool))

@@ -1,7 +1,7 @@
-//! Products of matrices, a register tile at a time.
+//! Matrix products, one register tile at a time.
 //!
-//! A tile holds a few rows of `panel` columns in registers, where a panel is as wide as one or a
-//! few vectors. Both products of attention have this form when the columns are queries:
+//! A tile holds a few rows of a panel in registers, where a panel is as wide as one or a few
+//! vectors. Both products of attention have this form when the columns are queries:
 //!
 //! ```text
 //! scores[key][query]       = sum over dim  keys[key][dim]   * queries[dim][query]
@@ -12,11 +12,11 @@
 
 use pulp::Simd;
 
-/// Rows of the tile by columns in vectors, chosen to fill the registers.
+/// Register tiles: rows by columns (in vectors), chosen to fill the registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
-    /// 12 by 1: a panel that fits one vector, as when there is one query. Twelve sums in flight
-    /// hide the latency of a multiplication and addition on every current core.
+    /// 12 by 1: a panel of one vector, as for a single query. Twelve independent sums hide the
+    /// latency of a fused multiply-add on every current core.
     Narrow,
     /// 6 by 2: 15 of 16 registers (AVX2).
     Few,
@@ -27,7 +27,7 @@ pub(super) enum Tile {
 }
 
 impl Tile {
-    /// The tile for panels of an instruction set, where a task has so many columns.
+    /// Returns the best tile of an instruction set for tasks of this many columns.
     #[inline(always)]
     pub(super) fn of<S: Simd>(columns: usize) -> Self {
         if columns <= S::F32_LANES {
@@ -41,15 +41,15 @@ impl Tile {
         }
     }
 
-    /// The same tile, where the compiler can tell those of other instruction sets away, which are
-    /// there for tests only.
+    /// Returns the same tile, in a way that lets the compiler remove the tiles of other instruction
+    /// sets, which only tests use.
     #[inline(always)]
     pub(super) fn compiled<S: Simd>(self) -> Self {
         let own = Tile::of::<S>(if self == Tile::Narrow { 1 } else { usize::MAX });
         if cfg!(test) { self } else { own }
     }
 
-    /// Rows, and columns in vectors.
+    /// Returns the number of rows, and of columns in vectors.
     pub(super) const fn size(self) -> (usize, usize) {
         match self {
             Tile::Narrow => (12, 1),
@@ -63,13 +63,13 @@ impl Tile {
 /// One row of a panel.
 pub(super) type Row<S, const COLUMNS: usize> = [<S as Simd>::f32s; COLUMNS];
 
-/// Numbers as rows of a panel.
+/// Views numbers as rows of a panel.
 #[inline(always)]
 pub(super) fn rows<S: Simd, const COLUMNS: usize>(numbers: &[f32]) -> &[Row<S, COLUMNS>] {
     S::as_simd_f32s(numbers).0.as_chunks().0
 }
 
-/// Numbers as rows of a panel, to be written.
+/// Views numbers as mutable rows of a panel.
 #[inline(always)]
 pub(super) fn rows_mut<S: Simd, const COLUMNS: usize>(
     numbers: &mut [f32],
@@ -93,7 +93,7 @@ pub(super) fn multiply_add<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     }
 }
 
-/// The products of `ROWS` vectors of length `dim`, one after the other in `vectors`, with every
+/// Multiplies `ROWS` vectors of length `dim`, stored one after the other in `vectors`, with every
 /// column of a panel of `dim` rows.
 #[inline(always)]
 pub(super) fn products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
@@ -107,7 +107,7 @@ pub(super) fn products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     tile
 }
 
-/// The same, added to a tile.
+/// Like [`products`], added to a tile.
 #[inline(always)]
 pub(super) fn add_products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     simd: S,
@@ -116,7 +116,7 @@ pub(super) fn add_products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     dim: usize,
     panel: &[Row<S, COLUMNS>],
 ) {
-    // Slices whose length the compiler knows to be `dim` are read without checks.
+    // Slices of known length `dim` are read without bounds checks.
     let vectors: [&[f32]; ROWS] = std::array::from_fn(|row| &vectors[row * dim..][..dim]);
     let panel = &panel[..dim];
     for index in 0..dim {

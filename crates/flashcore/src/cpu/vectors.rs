@@ -1,4 +1,4 @@
-//! The vectors of a head as the numbers that they stand for, read where they lie.
+//! The vectors of a head as f32 numbers, read in place, with descale factors applied.
 
 use crate::inputs::Inputs;
 use crate::problem::{Descale, Problem};
@@ -23,9 +23,9 @@ struct Rows<'a> {
 /// Where the rows of a sequence are.
 #[derive(Clone, Copy)]
 enum Sequence<'a> {
-    /// In a batch entry, position after position.
+    /// The positions of a batch entry.
     Entry(usize),
-    /// Where a placement puts the sequence of an index.
+    /// The positions that a placement gives to the sequence with this index.
     Placed(&'a Placement, usize),
 }
 
@@ -37,14 +37,14 @@ enum Factors<'a> {
 }
 
 impl<'a> Vectors<'a> {
-    /// A head of a batch entry, without factors.
+    /// Reads a head of a batch entry without factors.
     #[cfg(test)]
     pub(super) fn plain(tensor: TensorView<'a>, batch: usize, head: usize) -> Self {
         let rows = Rows { tensor, sequence: Sequence::Entry(batch), head };
         Vectors { rows, factors: Factors::None }
     }
 
-    /// A head of the queries.
+    /// Reads a head of the queries.
     pub(super) fn query(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let sequence = Sequence::of(inputs, inputs.queries, batch);
         let factors = problem.descales.query;
@@ -53,14 +53,14 @@ impl<'a> Vectors<'a> {
         Vectors { rows: Rows { head, ..of_head }, factors }
     }
 
-    /// A head of the keys.
+    /// Reads a head of the keys.
     pub(super) fn key(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let sequence = Sequence::of(inputs, inputs.keys, batch);
         let rows = Rows { tensor: inputs.key, sequence, head };
         Vectors { rows, factors: Factors::of(problem.descales.key, inputs.descales.key, rows) }
     }
 
-    /// A head of the values.
+    /// Reads a head of the values.
     pub(super) fn value(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
         let sequence = Sequence::of(inputs, inputs.keys, batch);
         let rows = Rows { tensor: inputs.value, sequence, head };
@@ -81,7 +81,7 @@ impl<'a> Vectors<'a> {
 }
 
 impl<'a> Sequence<'a> {
-    /// The sequence of a call that has a batch index, and a placement where lengths are unequal.
+    /// Returns where a batch index is: by the placement, if the call has one.
     fn of(inputs: Inputs<'a>, placement: Option<&'a Placement>, batch: usize) -> Self {
         match placement {
             None => Sequence::Entry(batch),
@@ -108,8 +108,8 @@ impl Rows<'_> {
 }
 
 impl<'a> Factors<'a> {
-    /// The factors of some rows: those of tokens lie as the rows do, those of heads by the index of
-    /// the sequence.
+    /// Returns the factors of some rows. Factors per token are placed like the rows; factors per head
+    /// are indexed by the sequence.
     fn of(descale: Descale, factors: Option<TensorView<'a>>, rows: Rows<'a>) -> Self {
         match (descale, factors) {
             (_, None) | (Descale::None, _) => Factors::None,

@@ -1,14 +1,15 @@
-//! What of a mask is left between some queries and some keys.
+//! The part of a mask that applies between some queries and some keys of a sequence.
 
 use std::ops::Range;
 
 use crate::problem::Mask;
 
-/// The queries and keys, of those given, that see anything of each other, and the mask between them:
-/// aligned to the end of these keys, as everywhere. None where nobody sees anything.
+/// Returns those of the given queries and keys that see anything of each other, and the mask
+/// between them, aligned to the end of these keys as everywhere. `None` where no query sees any
+/// key.
 ///
-/// Positions are those of the sequence. Rows and keys that meet nothing are cut off at both ends, and so what
-/// is left is a window again that no side of is negative.
+/// Positions are those of the whole sequence. Queries and keys that see nothing are cut off at both
+/// ends, so that the result is again a window with non-negative sides.
 pub(super) fn between(
     mask: Mask,
     queries: Range<usize>,
@@ -28,7 +29,7 @@ pub(super) fn between(
     }
     let end = queries.end - 1;
     let keys = keys.start.max(before(queries.start))..keys.end.min(after(end).saturating_add(1));
-    // The last query stands so far behind the last key.
+    // Distance by which the last query is behind the last key.
     let behind = end as i128 - (keys.end as i128 - 1);
     let right = mask.right.filter(|_| after(queries.start) < keys.end - 1);
     let left = mask.left.filter(|_| before(end) > keys.start);

@@ -1,7 +1,7 @@
-//! A cache for decoding, spread by positions.
+//! A KV cache for decoding, spread over ranks by position.
 
-/// Keys of one sequence that grows, spread over ranks in turn, so many positions at a time: whatever
-/// its length, ranks have as much of it to within that many.
+/// Assignment of the keys of a growing sequence to ranks: blocks of positions are dealt out in
+/// turn, so that at any length the ranks have equally many positions to within one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SpreadCache {
     ranks: usize,
@@ -9,14 +9,14 @@ pub struct SpreadCache {
 }
 
 impl SpreadCache {
-    /// A cache over so many ranks, of which each gets so many positions at a time. None where one of
-    /// them is zero.
+    /// Returns a cache over `ranks` ranks, dealt out in blocks of `block` positions. `None` where
+    /// one of them is zero.
     pub fn new(ranks: usize, block: usize) -> Option<Self> {
         (ranks > 0 && block > 0 && ranks.checked_mul(block).is_some())
             .then_some(SpreadCache { ranks, block })
     }
 
-    /// The rank that owns a position, and the row of its part that this is.
+    /// Returns the rank that owns a position, and the row of that rank's part that holds it.
     ///
     /// ```
     /// use flashcore::distributed::SpreadCache;
@@ -32,7 +32,7 @@ impl SpreadCache {
         (within / self.block, position / round * self.block + within % self.block)
     }
 
-    /// How many of the first positions a rank owns.
+    /// Returns how many of the first `positions` positions a rank owns.
     pub fn rows(&self, rank: usize, positions: usize) -> usize {
         let round = self.ranks * self.block;
         let rest = (positions % round).saturating_sub(rank * self.block);

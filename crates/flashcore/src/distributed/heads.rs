@@ -1,39 +1,39 @@
-//! Which heads a rank attends with, where heads are spread too.
+//! Which heads a rank computes, where heads are spread over nodes.
 
 use std::ops::Range;
 
 use super::Distribution;
 
-/// How many heads there are, and how large.
+/// The numbers of heads, and their sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Heads {
-    /// Heads of queries.
+    /// Number of query heads.
     pub query: usize,
-    /// Heads of keys and values, which divide those of queries.
+    /// Number of key/value heads; divides the number of query heads.
     pub key: usize,
-    /// The head dim of queries and keys.
+    /// Head dim of queries and keys.
     pub dim: usize,
-    /// The head dim of values.
+    /// Head dim of values.
     pub value_dim: usize,
-    /// Bytes of a number.
+    /// Bytes per element.
     pub element_bytes: usize,
 }
 
 /// The heads of one node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct HeadShare {
-    /// The heads of queries.
+    /// The query heads.
     pub query: Range<usize>,
-    /// For each head of keys that the node has, which one it is. Where the groups are not whole, a
-    /// key head stands here once for each query head that reads it.
+    /// The indices of the node's key heads. Where the node does not have whole groups, a key head
+    /// is listed once for each query head that reads it.
     pub key: Vec<usize>,
 }
 
 impl Distribution {
-    /// The heads that the ranks of a node attend with.
+    /// Returns the heads that the ranks of a node compute.
     ///
-    /// Whole groups as long as there are enough of them. Otherwise several nodes have the same key
-    /// head, and some of the query heads that read it.
+    /// Nodes have whole groups as long as there are enough of them. Otherwise several nodes have
+    /// the same key head, each with some of the query heads that read it.
     pub fn head_share(&self, node: usize) -> HeadShare {
         let heads = self.heads;
         let (nodes, group) = (self.nodes, heads.query / heads.key);

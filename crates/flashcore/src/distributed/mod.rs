@@ -1,20 +1,21 @@
-//! Attention over a sequence that is spread over several GPUs: who owns which rows, who computes
-//! what in which order, what is sent, and what is merged. Decided here once, without any transport:
-//! `flashcore.distributed` in Python moves tensors as it says, and `flashcore scale` predicts from it.
+//! Attention over a sequence that is spread over several GPUs (context parallelism): which rank
+//! owns which rows, what it computes in which order, what is sent, and what is merged. The
+//! decisions are made here, without any transport: `flashcore.distributed` in Python moves tensors
+//! accordingly, and `flashcore scale` predicts times from them.
 //!
 //! | file | its subject |
 //! | --- | --- |
 //! | `rows` | which rows of the sequences each rank owns |
-//! | `block` | what of a mask is left between some queries and some keys |
-//! | `heads` | which heads a rank attends with, where heads are spread too |
+//! | `block` | the part of a mask between some queries and some keys |
+//! | `heads` | which heads a rank computes, where heads are spread too |
 //! | `step` | the steps of a rank: what it receives, sends and computes |
-//! | `volume` | bytes and tiles |
-//! | `cache` | a cache for decoding, spread by positions |
+//! | `volume` | counts of bytes and tiles |
+//! | `cache` | a KV cache for decoding, spread by position |
 //!
-//! Ranks stand in a grid of [`nodes`](Distribution::nodes) times [`members`](Distribution::members).
-//! Between nodes, heads are exchanged for rows: afterwards a node has all rows, and its own share of
-//! the heads. Within a node, keys travel. One node alone is a ring or an all-gather; nodes of one
-//! member each are an all-to-all.
+//! Ranks form a grid of [`nodes`](Distribution::nodes) by [`members`](Distribution::members).
+//! Between nodes, heads are exchanged for rows: afterwards a node has all rows of its own share of
+//! the heads. Within a node, keys are sent from member to member. A single node is a ring or an
+//! all-gather; nodes of one member each are an all-to-all.
 //!
 //! ```
 //! use flashcore::Mask;
@@ -55,64 +56,64 @@ pub use volume::Volume;
 
 use crate::problem::Mask;
 
-/// How the work is spread.
+/// How the work is spread over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// A rank keeps its queries, and gets the keys of one rank after the other, while it computes
-    /// with those it has.
+    /// A rank keeps its queries and receives the keys of one rank after the other, while it
+    /// computes with those it has.
     Ring,
-    /// A rank keeps its queries, and gets all keys at once.
+    /// A rank keeps its queries and receives all keys at once.
     AllGather,
-    /// A rank gives the heads of others away, and gets its own of all rows.
+    /// A rank sends the rows of the other ranks' heads away, and receives all rows of its own
+    /// heads.
     AllToAll,
-    /// Heads are exchanged between so many nodes, keys travel within one.
+    /// Heads are exchanged between nodes, keys are sent within a node.
     Hybrid {
-        /// Into how many nodes the ranks are divided, in order.
+        /// Number of nodes into which the ranks are divided, in order.
         nodes: usize,
     },
 }
 
-/// Why there is no distribution.
+/// Why a distribution is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DistributionError {
-    /// Nobody is there.
+    /// There are no ranks.
     #[error("there are 0 ranks, expected one at least")]
     NoRanks,
-    /// Nodes of different sizes.
+    /// The ranks do not divide evenly into nodes.
     #[error("{ranks} ranks do not divide into {nodes} nodes")]
     Nodes {
-        /// How many ranks there are.
+        /// Number of ranks.
         ranks: usize,
-        /// Into how many nodes they were to be divided.
+        /// Requested number of nodes.
         nodes: usize,
     },
-    /// Some would have nothing to do.
+    /// There are fewer query heads than nodes.
     #[error("{heads} heads cannot be spread over {nodes} ranks: a rank needs one at least")]
     TooFewHeads {
-        /// How many query heads there are.
+        /// Number of query heads.
         heads: usize,
-        /// Over how many ranks they were to be spread.
+        /// Number of nodes over which they were to be spread.
         nodes: usize,
     },
-    /// Heads that make no groups.
+    /// The query heads are not a multiple of the key heads.
     #[error("{query} heads are no multiple of {key} key heads")]
     Groups {
-        /// How many query heads there are.
+        /// Number of query heads.
         query: usize,
-        /// How many key heads there are.
+        /// Number of key heads.
         key: usize,
     },
-    /// A mask that is more than a window.
+    /// The mask has chunks or a function, which cannot be spread.
     #[error("the mask {mask} is not one that can be spread: expected a window or a causal mask")]
     Mask {
-        /// The mask.
+        /// The mask that was given.
         mask: Mask,
     },
 }
 
-/// Attention spread over ranks: the description from which all the rest follows. Every rank makes
-/// the same one.
+/// A description of attention spread over ranks, from which every rank derives the same decisions.
 #[derive(Debug, Clone)]
 pub struct Distribution {
     ranks: usize,
@@ -125,7 +126,7 @@ pub struct Distribution {
 }
 
 impl Distribution {
-    /// Self-attention of these sequences over so many ranks.
+    /// Describes self-attention of these sequences over `ranks` ranks.
     pub fn new(
         ranks: usize,
         sequences: Sequences,
@@ -157,47 +158,48 @@ impl Distribution {
         Ok(Distribution { ranks, nodes, sequences, mask, variant, order, heads })
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// How many nodes heads are spread over; one where they are not.
+    /// Returns the number of nodes over which heads are spread; 1 where they are not.
     pub fn nodes(&self) -> usize {
         self.nodes
     }
 
-    /// How many ranks of a node keys travel between; one where they do not.
+    /// Returns the number of ranks per node, between which keys are sent; 1 where they are not.
     pub fn members(&self) -> usize {
         self.ranks / self.nodes
     }
 
-    /// The node of a rank, and which of its members it is: ranks are numbered node by node.
+    /// Returns the node of a rank and its index among the node's members: ranks are numbered node
+    /// by node.
     pub fn place(&self, rank: usize) -> (usize, usize) {
         (rank / self.members(), rank % self.members())
     }
 
-    /// The rank at a place.
+    /// Returns the rank of a member of a node.
     pub fn rank_at(&self, node: usize, member: usize) -> usize {
         node * self.members() + member
     }
 
-    /// The sequences.
+    /// Returns the sequences.
     pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
 
-    /// The mask over whole sequences.
+    /// Returns the mask over whole sequences.
     pub fn mask(&self) -> Mask {
         self.mask
     }
 
-    /// How the work is spread.
+    /// Returns how the work is spread.
     pub fn variant(&self) -> Variant {
         self.variant
     }
 
-    /// The heads and their sizes.
+    /// Returns the heads and their sizes.
     pub fn heads(&self) -> Heads {
         self.heads
     }

@@ -4,23 +4,23 @@ use std::ops::Range;
 
 use super::Distribution;
 
-/// The sequences that attend to themselves.
+/// The sequences of self-attention.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Sequences {
-    /// So many of one length, in tensors (batch, rows, heads, dim). All are cut alike, and what is
-    /// said of sequence 0 holds for each of them.
+    /// Sequences of one length, in tensors (batch, rows, heads, dim). All are cut alike: everything
+    /// that is said of sequence 0 holds for each of them.
     Batch {
-        /// How many there are.
+        /// Number of sequences.
         count: usize,
-        /// How long each of them is.
+        /// Length of each sequence.
         length: usize,
     },
-    /// Of these lengths, one after the other in tensors (rows, heads, dim).
+    /// Sequences of these lengths, one after the other in tensors (rows, heads, dim).
     Ragged(Vec<usize>),
 }
 
 impl Sequences {
-    /// The lengths that are cut.
+    /// Returns the lengths of the sequences that are cut into pieces.
     pub(super) fn lengths(&self) -> &[usize] {
         match self {
             Sequences::Batch { length, .. } => std::slice::from_ref(length),
@@ -28,7 +28,7 @@ impl Sequences {
         }
     }
 
-    /// How many sequences each that is cut stands for.
+    /// Returns how many sequences each of them stands for.
     pub(super) fn copies(&self) -> u64 {
         match self {
             Sequences::Batch { count, .. } => *count as u64,
@@ -37,47 +37,49 @@ impl Sequences {
     }
 }
 
-/// In which order the pieces of a sequence are given to ranks.
+/// How the pieces of a sequence are assigned to ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Order {
-    /// A sequence is cut into twice as many pieces as there are ranks; each gets one from the
-    /// beginning and its mirror from the end. Under a causal mask all have as much to do.
+    /// A sequence is cut into twice as many pieces as there are ranks; each rank gets one from the
+    /// beginning and its mirror image from the end. Under a causal mask, all ranks have the same
+    /// work.
     #[default]
     ZigZag,
-    /// A sequence is cut into as many pieces as there are ranks. For windows, under which ranks that
-    /// are far apart see nothing of each other, and for attention without a mask.
+    /// A sequence is cut into as many pieces as there are ranks. For windows, under which distant
+    /// ranks see nothing of each other, and for attention without a mask.
     Contiguous,
 }
 
-/// Some rows of one sequence.
+/// A range of rows of one sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Piece {
-    /// Which sequence.
+    /// Index of the sequence.
     pub sequence: usize,
-    /// Its rows, from its beginning.
+    /// Rows, counted from the beginning of the sequence.
     pub rows: Range<usize>,
 }
 
 impl Distribution {
-    /// The rows that a rank owns, in the order in which they lie in its tensors.
+    /// Returns the rows that a rank owns, in the order in which its tensors hold them.
     ///
-    /// Lengths need not divide by the ranks: pieces differ by a row at most, and may be empty.
+    /// Lengths need not be a multiple of the number of ranks: pieces differ by at most one row, and
+    /// may be empty.
     pub fn pieces(&self, rank: usize) -> Vec<Piece> {
         let (node, member) = self.place(rank);
-        // Ranks of one member index are neighbours in the sequence: once they have exchanged heads
-        // for rows, what they have together is as if there were no nodes.
+        // Ranks with the same member index own adjacent parts: after they have exchanged heads for
+        // rows, their rows together are those of one rank of a single node.
         let part = member * self.nodes + node;
         self.parts(part..part + 1, self.ranks)
     }
 
-    /// The rows that a member of a node has the keys of once heads are exchanged for rows: those of
+    /// Returns the rows that a member of a node holds after heads are exchanged for rows: those of
     /// the same member of every node, in the order of their positions.
     pub fn held(&self, member: usize) -> Vec<Piece> {
         self.parts(member * self.nodes..(member + 1) * self.nodes, self.ranks)
     }
 
-    /// The same as the rows of each node's rank: what is put together, in this order, once heads are
-    /// exchanged for rows.
+    /// Returns the same rows as (node, range of rows of that node's rank): the order in which
+    /// received rows are assembled when heads are exchanged for rows.
     pub fn exchanged(&self, member: usize) -> Vec<(usize, Range<usize>)> {
         let mut found = Vec::new();
         for node in 0..self.nodes {
@@ -92,16 +94,16 @@ impl Distribution {
         found.into_iter().map(|(_, rows)| rows).collect()
     }
 
-    /// How many rows of its tensors a rank owns; of each batch entry where there is a batch.
+    /// Returns the number of rows that a rank owns; per batch entry where there is a batch.
     pub fn owned_rows(&self, rank: usize) -> usize {
         self.pieces(rank).iter().map(|piece| piece.rows.len()).sum()
     }
 
-    /// Neighbouring parts of all sequences, where each is divided into so many.
+    /// Returns a range of adjacent parts of all sequences, each divided into `of` parts.
     fn parts(&self, parts: Range<usize>, of: usize) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for (sequence, length) in self.sequences.lengths().iter().enumerate() {
-            // Products of lengths and ranks may be larger than a word.
+            // The product of a length and a number of ranks may overflow a word.
             let cut =
                 |part: usize, of: usize| (*length as u128 * part as u128 / of as u128) as usize;
             let mut push = |rows: Range<usize>| {

@@ -7,46 +7,46 @@ use super::block::between;
 use super::{Distribution, Piece, Variant};
 use crate::problem::Mask;
 
-/// One step of a rank, once heads are exchanged for rows.
+/// One step of a rank, after heads are exchanged for rows.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Step {
-    /// The keys that it needs, from the ranks that own them. They are asked for one step ahead.
+    /// The keys that it needs, and the ranks that own them. They are requested one step ahead.
     pub receive: Vec<Rows>,
     /// Its own keys that others need in this step.
     pub send: Vec<Rows>,
-    /// What it computes. Each gives a part of the output, and parts are merged by log-sum-exps; those of
-    /// the first step cover every row.
+    /// What it computes. Each launch gives a part of the output; parts are merged by their
+    /// log-sum-exps. The launches of the first step cover every row.
     pub launches: Vec<Launch>,
 }
 
-/// Rows that are sent from one rank to another.
+/// Rows that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// The other rank.
     pub rank: usize,
-    /// The rows as they lie with their owner: ascending, and not next to each other.
+    /// The rows, as indices into the owner's tensors: ascending, with gaps between the ranges.
     pub rows: Vec<Range<usize>>,
 }
 
 impl Rows {
-    /// How many there are.
+    /// Returns the number of rows.
     pub fn count(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
     }
 }
 
-/// Keys of an all-gather.
+/// A range of keys in the result of an all-gather.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gathered {
-    /// Whose they are.
+    /// The rank that owns them.
     pub rank: usize,
-    /// The rows among those that this rank sent.
+    /// Their range among the rows that this rank sent.
     pub rows: Range<usize>,
-    /// What they are of the sequences.
+    /// The piece of a sequence that they are.
     pub piece: Piece,
 }
 
-/// Blocks that one launch computes: at most one of each sequence, all with the same mask.
+/// Blocks that one launch computes: at most one per sequence, all with the same mask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
     /// The mask of each block, aligned to the end of its keys.
@@ -55,25 +55,26 @@ pub struct Launch {
     pub blocks: Vec<Block>,
 }
 
-/// Some queries with some keys of the same sequence.
+/// A range of queries with a range of keys of the same sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// Which sequence.
+    /// Index of the sequence.
     pub sequence: usize,
-    /// Rows of the rank's queries.
+    /// Rows of the rank's query tensor.
     pub queries: Range<usize>,
-    /// Rows of the keys of the step: its own in the first, those that it receives, one after the other,
-    /// in others. An all-gather's single step has its own among them, by positions.
+    /// Rows of the step's keys: the rank's own keys in the first step, the received ones,
+    /// concatenated, in later steps. The single step of an all-gather has all keys, its own among
+    /// them, by position.
     pub keys: Range<usize>,
 }
 
-/// A piece, and the row of a tensor that it begins at.
+/// A piece, and the row of a tensor at which it begins.
 struct Laid {
     piece: Piece,
     at: usize,
 }
 
-/// Pieces one after the other.
+/// Places pieces one after the other.
 fn lay(pieces: impl IntoIterator<Item = Piece>) -> Vec<Laid> {
     let mut at = 0;
     let lay = |piece: Piece| {
@@ -85,8 +86,8 @@ fn lay(pieces: impl IntoIterator<Item = Piece>) -> Vec<Laid> {
 }
 
 impl Distribution {
-    /// The steps of a rank, in order. Everyone has as many, of which some may be empty: what two ranks
-    /// send each other, they send in the same order.
+    /// Returns the steps of a rank, in order. Every rank has the same number of steps, some of
+    /// which may be empty, so that two ranks exchange their messages in the same order.
     pub fn steps(&self, rank: usize) -> Vec<Step> {
         match self.variant {
             Variant::AllGather => vec![self.gather_step(rank)],
@@ -94,11 +95,11 @@ impl Distribution {
         }
     }
 
-    /// In step `t`, a member of a node computes with the keys of the member `t` places before it, and gets
-    /// them from there.
+    /// Returns the steps of a ring. In step `t`, a member of a node receives the keys of the member
+    /// `t` places before it, and computes with them.
     ///
-    /// They are not passed on from neighbour to neighbour: what is sent is what the receiver sees
-    /// of it and no more, and nobody waits for anybody but the owner.
+    /// Keys are not passed on from neighbour to neighbour: each owner sends exactly what the
+    /// receiver sees, and nobody waits for anyone but the owner.
     fn ring_steps(&self, rank: usize) -> Vec<Step> {
         let members = self.members();
         let (node, member) = self.place(rank);
@@ -121,7 +122,8 @@ impl Distribution {
         steps
     }
 
-    /// Which rows of the keys of `from` the queries of `member` see, and what it computes with them.
+    /// Returns which rows of the keys of `from` the queries of `member` see, and what it computes
+    /// with them.
     fn compute(&self, member: usize, from: usize) -> (Vec<Range<usize>>, Vec<Launch>) {
         let queries = lay(self.held(member));
         let keys = lay(self.held(from));
@@ -139,14 +141,14 @@ impl Distribution {
         (needed, launches(blocks))
     }
 
-    /// The one step of an all-gather: the keys of all, by positions.
+    /// Returns the single step of an all-gather, over the keys of all ranks by position.
     fn gather_step(&self, rank: usize) -> Step {
         let others = |rows: &dyn Fn(usize) -> Vec<Range<usize>>| {
             let others = (0..self.ranks).filter(|other| *other != rank);
             let rows = others.map(|other| Rows { rank: other, rows: rows(other) });
             rows.filter(|rows| !rows.rows.is_empty()).collect()
         };
-        // Pieces that are neighbours in the sequence are neighbours here.
+        // Merge pieces that are adjacent in the sequence.
         let mut runs: Vec<Laid> = Vec::new();
         for next in lay(self.gathered(rank).into_iter().map(|gathered| gathered.piece)) {
             match runs.last_mut() {
@@ -167,13 +169,14 @@ impl Distribution {
         }
     }
 
-    /// Whether the all-gather is one of everything. Under a window each rank gets what it sees.
+    /// Tells whether an all-gather gathers everything. Under a window with two ends, each rank gets
+    /// only what it sees.
     pub fn gathers_all(&self) -> bool {
         self.variant == Variant::AllGather
             && (self.mask.left.is_none() || self.mask.right.is_none())
     }
 
-    /// The rows that an all-gather gives `rank` of the keys of `from`.
+    /// Returns the rows of the keys of `from` that an all-gather gives to `rank`.
     fn needed(&self, rank: usize, from: usize) -> Vec<Range<usize>> {
         if rank == from || self.gathers_all() {
             return joined(std::iter::once(0..self.owned_rows(from)));
@@ -181,8 +184,8 @@ impl Distribution {
         self.compute(rank, from).0
     }
 
-    /// The keys that an all-gather gives to a rank, in the order in which they lie: by sequences and
-    /// positions.
+    /// Returns the keys that an all-gather gives to a rank, in the order in which its tensor holds
+    /// them: by sequence and position.
     pub fn gathered(&self, rank: usize) -> Vec<Gathered> {
         let mut found = Vec::new();
         for from in 0..self.ranks {
@@ -203,11 +206,11 @@ impl Distribution {
         found
     }
 
-    /// What queries and keys see of each other, piece by piece; pieces that are neighbours in both
-    /// tensors are one block where no mask is between them.
+    /// Returns the blocks of queries and keys that see each other, piece by piece; pieces that are
+    /// adjacent in both tensors form one block where no mask is between them.
     fn blocks(&self, queries: &[Laid], keys: &[Laid]) -> Vec<(Block, Mask)> {
         let mut blocks: Vec<(Block, Mask)> = Vec::new();
-        // Both are in the order of sequences.
+        // Both lists are in the order of sequences.
         let mut of: BTreeMap<usize, Vec<&Laid>> = BTreeMap::new();
         keys.iter().for_each(|key| of.entry(key.piece.sequence).or_default().push(key));
         let none = Vec::new();
@@ -228,7 +231,7 @@ impl Distribution {
     }
 }
 
-/// Adds a block, to one that it continues where there is one.
+/// Adds a block, merging it with an unmasked one that it continues.
 fn push(blocks: &mut Vec<(Block, Mask)>, block: Block, mask: Mask) {
     let continued = |(other, mask): &(Block, Mask)| {
         let same_queries = other.queries == block.queries && other.keys.end == block.keys.start;
@@ -240,12 +243,12 @@ fn push(blocks: &mut Vec<(Block, Mask)>, block: Block, mask: Mask) {
     let (first, _) = blocks.remove(at);
     let queries = first.queries.start..block.queries.end;
     let keys = first.keys.start..block.keys.end;
-    // What it becomes may continue another.
+    // The merged block may continue another one.
     push(blocks, Block { queries, keys, ..block }, mask);
 }
 
-/// A causal mask over a rank's own rows, which lie in the order of their positions, is one over all
-/// of them.
+/// Returns the causal blocks of a rank's own rows. They are in the order of their positions, so one
+/// causal block per sequence covers all pieces.
 fn whole_sequences(laid: &[Laid]) -> Vec<(Block, Mask)> {
     let mut blocks: Vec<(Block, Mask)> = Vec::new();
     for Laid { piece, at } in laid {
@@ -264,7 +267,7 @@ fn whole_sequences(laid: &[Laid]) -> Vec<(Block, Mask)> {
     blocks
 }
 
-/// Blocks with the same mask in as few launches as can be.
+/// Groups blocks with the same mask into as few launches as possible.
 fn launches(blocks: Vec<(Block, Mask)>) -> Vec<Launch> {
     let mut launches: Vec<Launch> = Vec::new();
     for (block, mask) in blocks {
@@ -280,7 +283,7 @@ fn launches(blocks: Vec<(Block, Mask)>) -> Vec<Launch> {
     launches
 }
 
-/// Ranges in order, those that touch as one.
+/// Sorts ranges, and joins those that touch or overlap.
 fn joined(ranges: impl IntoIterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = ranges.into_iter().collect();
     ranges.sort_by_key(|range| range.start);
@@ -294,7 +297,8 @@ fn joined(ranges: impl IntoIterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     joined
 }
 
-/// Where a range lies once only these ranges, of which it is in one, are left.
+/// Returns the position of a range after everything outside of `ranges`, one of which contains it,
+/// is removed.
 fn within(ranges: &[Range<usize>], range: Range<usize>) -> Range<usize> {
     let mut at = 0;
     for kept in ranges {

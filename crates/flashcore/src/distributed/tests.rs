@@ -1,5 +1,5 @@
-//! Whatever the ranks, lengths and mask: all is computed once, what is sent is what is received, and
-//! the numbers that the documentation gives are right.
+//! For any number of ranks, lengths and mask: every pair is computed once, what is sent is
+//! received, and the numbers in the documentation are right.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,7 +21,7 @@ fn distribution(
     Distribution::new(ranks, sequences, mask, variant, order, HEADS).unwrap()
 }
 
-/// Which row of which sequence each row of a tensor is.
+/// Returns the sequence and row of each row of a tensor.
 fn rows(pieces: impl IntoIterator<Item = Piece>) -> Vec<(usize, usize)> {
     let rows = |piece: Piece| piece.rows.map(move |row| (piece.sequence, row));
     pieces.into_iter().flat_map(rows).collect()
@@ -31,7 +31,8 @@ fn take<T: Copy>(rows: &[T], ranges: &[Range<usize>]) -> Vec<T> {
     ranges.iter().flat_map(|range| &rows[range.clone()]).copied().collect()
 }
 
-/// The keys of each step as tensors would hold them, and how often each query meets each key.
+/// Counts how often each query meets each key, with the keys of each step as tensors would hold
+/// them.
 fn meetings(of: &Distribution, rank: usize) -> HashMap<(usize, usize, usize), usize> {
     let (_, member) = of.place(rank);
     let queries = rows(of.held(member));
@@ -76,7 +77,7 @@ fn check(of: &Distribution) {
         (0..lengths.len()).flat_map(|it| (0..lengths[it]).map(move |row| (it, row))).collect();
     assert_eq!(owned, all);
     for node in 0..of.nodes {
-        // What the members of a node have together is what all ranks have.
+        // The members of a node together hold the rows of all ranks.
         let mut met: HashMap<_, usize> = HashMap::new();
         for member in 0..of.members() {
             let together = (0..of.nodes).flat_map(|node| of.pieces(of.rank_at(node, member)));
@@ -108,7 +109,7 @@ fn check(of: &Distribution) {
             received_rows_are_those_of_their_places(of, rank);
         }
     }
-    // What one sends, the other receives, in the same step.
+    // What one rank sends, the other receives in the same step.
     let all: Vec<Vec<Step>> = (0..of.ranks).map(|rank| of.steps(rank)).collect();
     let mut sent: Vec<_> = Vec::new();
     let mut received: Vec<_> = Vec::new();
@@ -177,7 +178,7 @@ proptest! {
             prop_assert_eq!(share.query.start, next);
             next = share.query.end;
             prop_assert!(!share.query.is_empty());
-            // The groups of the node's heads are those of all heads.
+            // Query heads of a node read the same key heads as in the whole.
             prop_assert_eq!(share.query.len() % share.key.len(), 0);
             let own = share.query.len() / share.key.len();
             for (index, head) in share.query.enumerate() {
@@ -214,14 +215,15 @@ fn the_ranks_of_a_causal_ring_have_as_much_to_do() {
         let tiles: Vec<u64> = (0..8).map(|rank| of.tiles(rank, [128, 128])).collect();
         let (least, most) = (tiles.iter().min().unwrap(), tiles.iter().max().unwrap());
         assert!(*most as f64 <= 1.03 * *least as f64, "{variant:?}: {tiles:?}");
-        // As many as one rank would compute: 512 tiles by 512, of 32 heads, above the diagonal.
+        // As many as one rank would compute: 512 by 512 tiles of 32 heads, on and below the
+        // diagonal.
         assert_eq!(tiles.iter().sum::<u64>(), 32 * 512 * 513 / 2);
     }
     let unbalanced = long(8, Mask::CAUSAL, Variant::Ring, Order::Contiguous);
     assert!(unbalanced.tiles(7, [128, 128]) > 10 * unbalanced.tiles(0, [128, 128]));
 }
 
-/// One launch a step: own keys under the causal mask, then halves without a mask.
+/// One launch per step: own keys under the causal mask, then halves without a mask.
 #[test]
 fn a_causal_ring_takes_one_launch_a_step() {
     let of = long(8, Mask::CAUSAL, Variant::Ring, Order::ZigZag);
@@ -275,7 +277,7 @@ fn bytes_are_those_of_the_documentation() {
     let keys = 0.75 * 3.0 / 4.0 * n * h_kv / 2.0 * 2.0 * d * e;
     near(mean(&of, |volume| volume.forward), heads + keys, "forward");
     near(mean(&of, |volume| volume.backward), heads + 2.0 * keys, "backward");
-    // A window over contiguous pieces: what is seen of the neighbour before.
+    // A window over contiguous pieces: only the visible rows of the previous neighbour are sent.
     let of = long(8, Mask::window(Some(1024), Some(0)), Variant::Ring, Order::Contiguous);
     near(mean(&of, |volume| volume.forward), 7.0 / 8.0 * 1024.0 * h_kv * 2.0 * d * e, "window");
 }

@@ -1,24 +1,25 @@
-//! Bytes and tiles: what a rank sends and computes.
+//! How many bytes a rank sends, and how many tiles it computes.
 
 use super::{Block, Distribution, Rows};
 use crate::problem::Mask;
 
-/// Bytes that a rank sends for one call.
+/// Bytes that a rank sends in one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Volume {
-    /// In the forward pass.
+    /// Bytes in the forward pass.
     pub forward: u64,
-    /// In the backward pass.
+    /// Bytes in the backward pass.
     pub backward: u64,
 }
 
 impl Distribution {
-    /// What a rank sends. An all-gather counts as if everybody sent to everybody.
+    /// Returns what a rank sends. An all-gather counts as if every rank sent to every other.
     ///
-    /// Keys and values go to those that see them. In the backward pass they go once more, since nobody
-    /// keeps them, and their gradients go back to the owner in the element type of the tensors. Where heads
-    /// are exchanged for rows, queries, keys and values go and the output comes back; in the backward
-    /// pass its gradient goes, and theirs come back.
+    /// Keys and values are sent to the ranks that see them. In the backward pass they are sent once
+    /// more, since they are not kept, and their gradients return to the owner in the element type
+    /// of the tensors. Where heads are exchanged for rows, queries, keys and values are sent and
+    /// the output returns; in the backward pass the gradient of the output is sent, and the
+    /// gradients of the inputs return.
     pub fn sent(&self, rank: usize) -> Volume {
         let (node, member) = self.place(rank);
         let copies = self.sequences.copies();
@@ -39,7 +40,7 @@ impl Distribution {
         Volume { forward: volume.forward * copies, backward: volume.backward * copies }
     }
 
-    /// Bytes of a row of keys and values of a node's heads.
+    /// Returns the bytes of a row of keys and values, over the heads of a node.
     pub fn key_bytes(&self, node: usize) -> u64 {
         let dims = self.heads.dim + self.heads.value_dim;
         (self.head_share(node).key.len() * dims * self.heads.element_bytes) as u64
@@ -53,8 +54,8 @@ impl Distribution {
         (self.head_share(node).query.len() * self.heads.value_dim * self.heads.element_bytes) as u64
     }
 
-    /// How many tiles of so many queries and so many keys a rank computes, over all its heads and
-    /// steps: those in which anything is seen.
+    /// Counts the tiles of `tile` (queries, keys) in which anything is visible, over all heads and
+    /// steps of a rank.
     pub fn tiles(&self, rank: usize, tile: [usize; 2]) -> u64 {
         let heads = self.head_share(self.place(rank).0).query.len() as u64;
         let mut tiles = 0;
@@ -69,7 +70,7 @@ impl Distribution {
 }
 
 impl Block {
-    /// How many tiles of so many queries and so many keys a head of this block takes.
+    /// Counts the tiles of (queries, keys) that one head of this block takes.
     pub fn tiles(&self, mask: Mask, [rows, columns]: [usize; 2]) -> u64 {
         let (queries, keys) = (self.queries.len(), self.keys.len());
         let (rows, columns) = (rows.max(1), columns.max(1));

@@ -1,4 +1,9 @@
-//! The gradients of attention on Hopper: wgmma and TMA. Ragged batches have a file of their own.
+//! Gradients of attention on Hopper (wgmma and TMA): the host side of the `backward` kernel and of
+//! the launches around it. Ragged batches are in `ragged_backward`.
+//!
+//! A thread block computes dK and dV of one key block, called a tile here, in steps over the query
+//! blocks that see it, and adds to f32 sums of dQ in a workspace. `RowSums` comes before it (delta
+//! and cleared sums), `Rounding` after it (dQ from the sums).
 
 use kernels::Configuration;
 use kernels::attention::Batch;
@@ -15,7 +20,7 @@ use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{Pass, Problem};
 
-/// The family.
+/// The `backward` family.
 pub(super) struct Backward;
 
 impl Family for Backward {
@@ -50,17 +55,17 @@ impl Family for Backward {
     }
 }
 
-/// Why such kernels serve.
+/// The reason that a plan gives for these kernels.
 pub(super) const REASON: &str = "gradients in one pass over the scores";
 
-/// Blocks of query rows: of a head, and of all.
+/// Counts of blocks of query rows: per head and in all, with the number of heads.
 pub(super) struct RowBlocks {
     pub(super) heads: u32,
     pub(super) per_head: u32,
     pub(super) all: u32,
 }
 
-/// A kernel for gradients with what comes before and after it.
+/// A kernel for gradients, with the pass that configures the launches before and after it.
 pub(super) struct Kernels {
     pub(super) kernel: Configuration,
     pub(super) pass: BackwardPass,
@@ -71,9 +76,9 @@ impl Kernels {
         Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
     }
 
-    /// Puts what comes before and after the products around them, with the workspace. Of the blocks
-    /// of query rows the sums of so many are cleared before the products, and those of so many
-    /// rounded by them.
+    /// Adds the launches before (`RowSums`) and after (`Rounding`, `SinkGradients`) the main
+    /// kernel, and their workspace. Of all blocks of query rows, `RowSums` clears the dQ sums of
+    /// the first `cleared`, and the main kernel itself rounds those of `rounded`.
     pub(super) fn beside(
         &self,
         choice: &mut Choice,
@@ -113,7 +118,7 @@ impl Kernels {
     }
 }
 
-/// The launches of a configuration, tuned or not.
+/// Returns the launches of a configuration, tuned or not.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -124,7 +129,7 @@ pub(super) fn launch(
     if kernels.pass.batch != Batch::Equal {
         return kernels.launch_ragged(chip, problem, reason);
     }
-    // Blocks of query rows, of every query head; and blocks of keys, of every key head.
+    // Query blocks are counted over query heads, key blocks over key heads.
     let counts = Counts::new(query_block, problem)?;
     let key_blocks_per_head = counts.key_length.div_ceil(key_block);
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
@@ -150,7 +155,7 @@ pub(super) fn launch(
         let order = if kernels.pass.deterministic {
             let steps = steps(problem, [query_block, key_block], key_blocks);
             let order = Order::of_turns(chip, heads, steps);
-            // Lists count turns from the first key block on.
+            // Block lists count turns from the first key block on, so all heads go from the first.
             if kernels.pass.takes_block_lists() { Order { last: 0, ..order } } else { order }
         } else {
             Order::longest_first(chip, heads, key_blocks_per_head)
@@ -184,29 +189,32 @@ pub(super) fn launch(
     Ok(choice)
 }
 
-/// Of which key heads the sums of `dQ` are not cleared and rounded while products run.
+/// How the dQ sums of key heads are cleared and rounded where the main kernel's idle warps help
+/// (`housekeeping`). Heads that are not counted here are cleared by the main kernel and rounded
+/// after it.
 struct Shares {
-    /// So many are cleared before the products.
+    /// Number of key heads whose sums are cleared before the main kernel.
     cleared: u32,
-    /// So many are rounded by them, and the others after them.
+    /// Number of key heads whose sums the main kernel rounds.
     rounded: u32,
 }
 
 impl Shares {
-    /// A tile's share is cleared when all multiprocessors have a tile between it and the first
-    /// of the heads that come together with its own, and rounded when as many have come after the last
-    /// of those.
+    /// Keeps clearing and rounding far enough from the additions: between the tile that clears a
+    /// share and the first tile of the group of heads that needs it there is at least one tile per
+    /// multiprocessor, and likewise between the last tile of a group and the tile that rounds its
+    /// share.
     fn new(chip: &Chip, heads: u32, key_blocks: u32, together: u32) -> Self {
-        // As many as come together, and the fewest groups with a tile for each multiprocessor.
+        // The group itself, and the fewest groups that have a tile for each multiprocessor.
         let groups = 1 + chip.multiprocessors.div_ceil(together * key_blocks);
         let apart = groups.saturating_mul(together);
-        // Fewer heads come first, where groups are not even.
+        // Where groups are uneven, the first one is smaller.
         let first = (heads - 1) % together + 1;
         let cleared = if first < together { apart.saturating_add(first) } else { apart };
         Shares { cleared: cleared.min(heads), rounded: heads.saturating_sub(apart) }
     }
 
-    /// As the kernel takes them.
+    /// Returns the numbers that the kernel takes.
     fn numbers(&self, tiles: u32, key_blocks: u32) -> [(Number, u32); 3] {
         [
             (Number::KeyTiles, tiles),
@@ -215,23 +223,24 @@ impl Shares {
         ]
     }
 
-    /// The blocks of query rows that are cleared before the products, and rounded by them.
+    /// Returns the query blocks that are cleared before the main kernel, and those that it rounds.
     fn row_blocks(&self, rows: &RowBlocks, heads: u32) -> [u32; 2] {
         let of_head = rows.all / heads;
         [self.cleared * of_head, self.rounded * of_head]
     }
 }
 
-/// How often tiles go around all multiprocessors.
+/// The waves in which tiles run on the multiprocessors.
 struct Rounds {
     multiprocessors: u32,
     tiles: u32,
-    /// Steps of a tile, where all are alike.
+    /// Steps (query blocks) of a tile, where all tiles have the same number.
     steps: u32,
 }
 
-/// What a tile costs beyond its steps, in steps, and what a part of one costs more.
+/// Fixed cost of a tile beyond its steps, in steps.
 const TILE_COST: f64 = 2.0;
+/// Additional cost of each part of a tile that is cut, in steps.
 const PART_COST: f64 = 1.0;
 
 impl Rounds {
@@ -239,12 +248,12 @@ impl Rounds {
         Rounds { multiprocessors: chip.multiprocessors.max(1), tiles, steps }
     }
 
-    /// Tiles that do not fill a last round.
+    /// Returns the number of tiles of the last wave, where they do not fill it.
     fn rest(&self) -> u32 {
         self.tiles % self.multiprocessors
     }
 
-    /// Steps that the last round takes if its tiles are cut into so many parts.
+    /// Returns the duration of the last wave in steps, if its tiles are cut into `parts` parts.
     fn last(&self, parts: u32) -> f64 {
         let rounds = (self.rest() * parts).div_ceil(self.multiprocessors);
         let adding = if parts > 1 { PART_COST } else { 0.0 };
@@ -252,20 +261,21 @@ impl Rounds {
         f64::from(rounds) * part + adding * f64::from(parts) / 2.0
     }
 
-    /// The best number of parts, by counting.
+    /// Returns the number of parts with the shortest predicted last wave.
     fn parts(&self) -> u32 {
         let most = (self.steps / 2).clamp(1, 8);
         (1..=most).min_by(|a, b| self.last(*a).total_cmp(&self.last(*b))).unwrap_or(1)
     }
 
-    /// The part of the time that this saves.
+    /// Returns the predicted saving of cutting the last wave, as a fraction of the total time.
     fn saved(&self) -> f64 {
         let tile = f64::from(self.steps) + TILE_COST;
         let all = f64::from(self.tiles.div_ceil(self.multiprocessors)) * tile;
         (self.last(1) - self.last(self.parts())) / all.max(1.0)
     }
 
-    /// The blocks of the grid, and what they need to share tiles out.
+    /// Sets the number of thread blocks, and adds the numbers and memory with which they share
+    /// tiles.
     fn arrange(&self, backward: &kernels::Backward, choice: &mut Choice) {
         let launch = &mut choice.launches[0];
         let mut add = |workspace, bytes, contents| {
@@ -274,7 +284,7 @@ impl Rounds {
         };
         let rest = self.rest();
         if backward.split {
-            // Where there is one part, that is a tile.
+            // At least two: a single part would be a whole tile.
             let parts = self.parts().max(2);
             let numbers = [(Number::WholeTiles, self.tiles - rest), (Number::Splits, parts)];
             launch.numbers.extend(numbers);
@@ -294,11 +304,11 @@ impl Rounds {
     }
 }
 
-/// The least part of the time that cutting tiles must save, by counting: 1.5 to 2.3 % were 0.8 to 3 % on
-/// an H200, 0.8 % were nothing.
+/// The least predicted saving for which tiles are cut, as a fraction of the time. On an H200,
+/// predictions of 1.5 to 2.3 % gave 0.8 to 3 %, a prediction of 0.8 % gave nothing.
 const WORTH_CUTTING: f64 = 0.01;
 
-/// Whether a last round that is cut into parts saves enough.
+/// Tells whether cutting the last wave into parts saves enough.
 fn saves(chip: &Chip, problem: &Problem, backward: &kernels::Backward) -> bool {
     let tiles = key_tiles(problem, backward.key_block());
     let steps = problem.query_length.div_ceil(backward.query_block as usize);
@@ -307,44 +317,48 @@ fn saves(chip: &Chip, problem: &Problem, backward: &kernels::Backward) -> bool {
     Rounds::new(chip, tiles, steps).saved() >= WORTH_CUTTING
 }
 
-/// Whether blocks of so many keys go around all multiprocessors a few times.
+/// Tells whether key blocks of this size make at least four waves.
 fn fills(chip: &Chip, problem: &Problem, key_block: u32) -> bool {
     key_tiles(problem, key_block) as u64 >= 4 * u64::from(chip.multiprocessors)
 }
 
-/// Blocks of so many keys, of all heads.
+/// Returns the number of key blocks of all heads.
 fn key_tiles(problem: &Problem, key_block: u32) -> usize {
     let blocks = problem.key_length.div_ceil(key_block as usize);
     blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch)
 }
 
-/// Steps of the walk of a block of the grid, on average.
+/// Returns the average number of steps (query blocks) of a tile.
 fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32) -> f64 {
     let pairs = problem.visible_pairs() as f64 / (f64::from(query_block) * f64::from(key_block));
     (pairs / f64::from(key_blocks.max(1))).max(1.0)
 }
 
-/// Which key heads the grid takes together.
+/// The order in which the grid takes key heads.
 struct Order {
+    /// Number of key heads per group that is taken together.
     together: u32,
-    /// The first head whose key blocks come from the first on.
+    /// The first head whose key blocks are taken from the first to the last.
     last: u32,
 }
 
 impl Order {
-    /// In the deterministic mode a block of the grid adds to a block of query rows after the one before
-    /// it of the same head. Heads are taken together so that the two begin two steps apart, where one
-    /// step is enough if nobody is ever late: then nobody waits but for the begin.
+    /// Returns the order for the deterministic mode, in which a thread block adds to a query block
+    /// only after the previous block of the same head has. Heads are taken together so that two
+    /// successive blocks of a head begin two steps apart. One step would suffice if no block were
+    /// ever late; with two, blocks wait only at the start.
     fn of_turns(chip: &Chip, heads: u32, steps: f64) -> Self {
         let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
         let together = (together as u32).clamp(1, heads);
         Order { together, last: heads - together }
     }
 
-    /// Under a causal mask a head's first key blocks have the longest walks. Were heads taken one by
-    /// one, those of the last head would begin when all others are about to end. So many are taken
-    /// together, evenly, that their blocks go around all multiprocessors; one where its own do. More
-    /// would push each other's sums out of the second-level cache, as many short heads do.
+    /// Returns the order for causal masks, under which the first key blocks of a head have the
+    /// longest walks. If heads were taken one by one, the longest tiles of the last head would
+    /// begin when all others are about to end. So as many heads are taken together, in even groups,
+    /// as give each multiprocessor a tile; a single one if its own tiles do. More heads would evict
+    /// each other's dQ sums from L2. So would short heads, of which a group needs many: they are
+    /// taken one by one.
     fn longest_first(chip: &Chip, heads: u32, key_blocks: u32) -> Self {
         let of_all = f64::from(key_blocks) / f64::from(chip.multiprocessors);
         if !(0.05..0.875).contains(&of_all) {
@@ -354,7 +368,7 @@ impl Order {
         Order { together: heads.div_ceil(groups), last: 0 }
     }
 
-    /// As the kernel takes it. What is left over comes first.
+    /// Returns the numbers that the kernel takes. The first group has the remainder.
     fn numbers(&self, heads: u32) -> [(Number, u32); 3] {
         [
             (Number::HeadsPerGroup, self.together),
@@ -368,8 +382,8 @@ impl Order {
 mod tests {
     use super::*;
 
-    /// When all blocks have ended, relative to an even share, where each multiprocessor takes the next
-    /// one as soon as it can.
+    /// Returns when the last thread block ends, relative to an even distribution, if each
+    /// multiprocessor takes the next block as soon as it is free.
     fn makespan(order: &Order, heads: u32, key_blocks: u32, multiprocessors: u32) -> f64 {
         let first = (heads - 1) % order.together + 1;
         let groups = std::iter::once(first).chain(std::iter::repeat_n(
@@ -388,7 +402,7 @@ mod tests {
         f64::from(*ends.iter().max().unwrap()) / even
     }
 
-    /// 2,048 tiles on 132 multiprocessors leave 68 for a last round.
+    /// 2,048 tiles on 132 multiprocessors leave 68 for a last wave.
     #[test]
     fn a_last_round_is_cut_where_tiles_are_long() {
         let chip = Chip::H200;

@@ -1,4 +1,5 @@
-//! The gradients of attention with mma.sync, on Ampere and later.
+//! Gradients of attention with mma.sync, on Ampere and later: the host side of the `backward-mma`
+//! kernel. The launches around it are those of `backward`.
 
 use kernels::Configuration;
 use kernels::attention::Batch;
@@ -13,7 +14,7 @@ use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::problem::Pass;
 
-/// The family.
+/// The `backward-mma` family.
 pub(super) struct BackwardMma;
 
 impl Family for BackwardMma {
@@ -41,7 +42,7 @@ impl Family for BackwardMma {
         let backward = tuned_backward(target, element, dim, value_dim, rules, deterministic, batch)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
         for tensor in tensors(problem) {
-            // The bytes from row to row are counted in 32 bits.
+            // Offsets between rows are 32-bit byte counts.
             let [(_, bytes), ..] = arrangement.steps(problem, tensor);
             if bytes > u64::from(u32::MAX) {
                 return Err(format!("a length stride of {bytes} bytes is not below 4 GiB"));
@@ -52,8 +53,9 @@ impl Family for BackwardMma {
     }
 }
 
-/// The target: of an older driver's compiler one that every later GPU runs, whose kernels add numbers
-/// one at a time, since it does not know how several are added at once.
+/// Returns the target to build for. A driver whose PTX is older than 8.1 cannot compile vector
+/// reductions (`red.global.add.v4.f32`): there it is sm_80, whose kernels run on every later GPU
+/// and add numbers one at a time.
 fn target(chip: &Chip) -> Target {
     let knows = chip.ptx >= Version { major: 8, minor: 1 };
     if knows || !chip.target.has(Capability::VectorReductions) {
@@ -63,7 +65,8 @@ fn target(chip: &Chip) -> Target {
     }
 }
 
-/// What the choice among configurations depends on, or why sequences of equal lengths are not served.
+/// Returns what the choice among configurations depends on, or why sequences of equal lengths are
+/// not served.
 fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     let Asked { chip, problem, arrangement } = *asked;
     let workload = equal_lengths_workload(chip, problem)?;
@@ -74,7 +77,7 @@ fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     Ok(workload)
 }
 
-/// A configuration with what comes before and after it.
+/// Returns a configuration with the launches before and after it.
 pub(super) fn kernels(backward: kernels::mma::BackwardMma) -> Kernels {
     Kernels { kernel: Configuration::BackwardMma(backward), pass: backward.pass() }
 }
@@ -96,7 +99,8 @@ mod tests {
         problem.clone().with_storage(Storage::Packed(900), Storage::Packed(900))
     }
 
-    /// Every width, also in one order and over ragged batches, and what is launched can be built.
+    /// Every head dim is served, deterministic or not, for equal and ragged batches, and every
+    /// launch can be built.
     #[test]
     fn every_width_is_served_on_every_target_with_mma_and_copies() {
         for target in [Target::SM_80, Target::SM_86, Target::SM_89, Target::SM_90A, Target::SM_120]

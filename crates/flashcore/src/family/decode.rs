@@ -1,4 +1,5 @@
-//! Attention of few queries for each sequence over caches of any storage, on Ampere and later.
+//! Attention of few queries per sequence over caches of any storage, on Ampere and later: the host
+//! side of the `decode` kernel.
 
 use kernels::decode::{DecodeWorkload, Splits, tuned};
 use kernels::parameter::{Number, Workspace};
@@ -13,13 +14,13 @@ use crate::chip::Chip;
 use crate::plan::Source;
 use crate::problem::Problem;
 
-/// The family.
+/// The `decode` family.
 pub(super) struct Decode;
 
-/// Its name.
+/// Name of the family.
 pub(super) const NAME: &str = "decode";
 
-/// Positions are counted in 31 bits, with room for a window on both sides.
+/// Positions are 31-bit numbers, with room for a window on both sides.
 const MOST_POSITIONS: usize = 1 << 29;
 
 impl Family for Decode {
@@ -27,7 +28,8 @@ impl Family for Decode {
         NAME
     }
 
-    /// With splits of a fixed size, which [`choose`](Family::choose) takes where it is asked.
+    /// With splits of fixed size, which [`choose`](Family::choose) uses where batch invariance is
+    /// asked for.
     fn is_batch_invariant(&self) -> bool {
         true
     }
@@ -78,8 +80,8 @@ impl Family for Decode {
     }
 }
 
-/// The launch of a configuration, with a given number of teams of blocks or with as many as fill the
-/// chip.
+/// Returns the launch of a configuration with a given number of teams of thread blocks, or with as
+/// many as fill the GPU. A team takes one share of the key tiles of the whole batch.
 pub(crate) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -87,24 +89,24 @@ pub(crate) fn launch(
     teams: Option<u32>,
     reason: String,
 ) -> Result<Choice, String> {
-    // What cannot be counted is refused with the number of blocks.
+    // A count that does not fit is refused below, with the number of blocks.
     let key_heads = u32::try_from(problem.kv_heads).unwrap_or(u32::MAX);
     let members = decode.team(key_heads, query_rows(problem).unwrap_or(0));
     let teams = teams.unwrap_or_else(|| fill(chip, &decode, problem, members));
     let teams = teams.clamp(1, decode.most_teams());
     let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);
     let blocks = blocks.ok_or("the number of query rows is too large for the GPU kernel")?;
-    // Tiles are counted in 31 bits, at least one for each sequence.
+    // Tile numbers have 31 bits; every sequence has at least one tile.
     let tiles = problem.key_length / decode.tile_keys as usize + 2;
     if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
         return Err("the number of keys of all sequences is too large".to_owned());
     }
-    // One team has all of every sequence.
+    // A single team has every sequence as a whole: only its running parts need room.
     let parts = match teams {
         1 => u64::from(decode.running_parts()),
         _ => decode.parts_of_block(problem.key_length as u64),
     };
-    // Places of parts are counted in 32 bits.
+    // Offsets of partial results have 32 bits.
     let all_parts = parts.checked_mul(blocks.into()).filter(|all| *all <= u32::MAX.into());
     let all_parts = all_parts.ok_or("the number of parts of sequences is too large")?;
     let mut choice = Choice::of(Configuration::Decode(decode), blocks, reason);
@@ -132,14 +134,14 @@ pub(crate) fn launch(
     Ok(choice)
 }
 
-/// Query rows of a sequence and key head.
+/// Returns the number of query rows per sequence and key head: queries times the heads of a group.
 fn query_rows(problem: &Problem) -> Option<u32> {
     let rows = problem.query_length.checked_mul(problem.group_size())?;
     u32::try_from(rows).ok().filter(|rows| *rows <= MOST_POSITIONS as u32)
 }
 
-/// How many teams fill a chip without leaving a warp of them without a tile, or a team without a
-/// sequence or a split of fixed size.
+/// Returns how many teams fill the GPU, but no more than give each warp a tile (with splits of
+/// fixed size, each team a split), and at least one team per sequence where there is room.
 fn fill(chip: &Chip, decode: &kernels::Decode, problem: &Problem, members: u32) -> u32 {
     let places = chip.multiprocessors * decode.blocks;
     let tiles = problem.key_length.div_ceil(decode.tile_keys as usize).max(1);
@@ -209,11 +211,11 @@ mod tests {
         }
         let ampere = choose(&Chip::typical(Target::SM_80), &cache(64, 16)).unwrap_err();
         assert_eq!(ampere, "sm_80 does not convert e4m3");
-        // Integers take no instruction that it has not.
+        // Widening int8 needs no instruction that sm_80 lacks.
         let integers = cache(64, 16).with_kv_dtype(DType::Int8);
         assert!(choose(&Chip::typical(Target::SM_80), &integers).is_ok());
 
-        // Pages and rows that no copy of 16 bytes can begin at.
+        // Strides and addresses that are not multiples of 16 bytes.
         let problem = cache(64, 16);
         let mut arrangement = Arrangement::contiguous(&problem).unwrap();
         arrangement.value.length += 8;
@@ -231,7 +233,8 @@ mod tests {
         );
     }
 
-    /// What a row's bits depend on is the same whatever is asked for with it.
+    /// The splits of a sequence, on which its bits depend, are the same whatever else is in the
+    /// call.
     #[test]
     fn splits_of_a_fixed_size_do_not_depend_on_the_call() {
         for target in [Target::SM_80, Target::SM_89, Target::SM_90A, Target::SM_120] {
@@ -267,7 +270,7 @@ mod tests {
         assert!(refusal.starts_with("scales of tokens are rounded"), "{refusal}");
     }
 
-    /// Parts of splits take 4 KB each, and are few whatever the batch.
+    /// Partial results take 4 KB each, and their number does not grow with the batch.
     #[test]
     fn fixed_splits_take_little_memory() {
         let bytes = |batch: usize, queries: usize, keys: usize| {
@@ -279,11 +282,12 @@ mod tests {
         let (block, part) = (128, 8 * 130 * 4);
         assert_eq!(bytes(1, 1, 8192), block * (17 * part + 8));
         assert_eq!(bytes(128, 1, 1 << 17), block * (32 * part + 8));
-        // Many queries have a block for each few of them, and each has all keys that they see.
+        // With many queries a block has few of them and all the keys that they see: no partial
+        // results.
         assert_eq!(bytes(1, 4096, 4096), 0);
     }
 
-    /// Sequences of a tile each have a team each where there is room.
+    /// Sequences of a single tile get one team each where there is room.
     #[test]
     fn short_sequences_do_not_stand_in_line() {
         let problem = Problem::new(16, 32, 1, 128).with_kv_heads(8).with_key_length(32);

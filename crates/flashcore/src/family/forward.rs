@@ -1,4 +1,5 @@
-//! Attention on Hopper over sequences of equal lengths: wgmma and TMA.
+//! Attention on Hopper (wgmma and TMA) over sequences of equal lengths: the host side of the
+//! persistent `forward` kernel.
 
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
@@ -20,7 +21,7 @@ use crate::plan::arrangement::TENSORS;
 use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{DTypes, Descale, Problem};
 
-/// The family.
+/// The `forward` family.
 pub(super) struct Forward;
 
 impl Family for Forward {
@@ -44,7 +45,7 @@ impl Family for Forward {
     }
 }
 
-/// The launch of a configuration, tuned or not.
+/// Returns the launches of a configuration, tuned or not.
 pub(crate) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -70,7 +71,7 @@ pub(crate) fn launch(
             window: effective_window(problem),
             mask,
             processors: chip.multiprocessors,
-            // Something else wants a place in the cache too: queries, outputs, the other heads.
+            // The rest of L2 is left to queries, outputs and the other heads.
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
         if let Some(mask) = mask.filter(|_| found) {
@@ -94,7 +95,7 @@ pub(crate) fn launch(
                 let source = Source::Workspace(workspace);
                 choice.memory.push(Memory { source, bytes, contents });
             };
-            // For each block where its list begins and ends, and the tiles.
+            // Per block the start and the end marker of its list, and one word per tile.
             let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
             if forward.stream_k {
                 let lists = order.lists_over(&[]);
@@ -120,17 +121,18 @@ pub(crate) fn launch(
     Ok(choice)
 }
 
-/// The least part of the time that is worth sharing out the last round by keys, by counting: 1.4 % and
-/// more were 0.6 to 2.9 % on an H200, 0.7 % were minus 0.5 %.
+/// The least saving for which the keys of the last wave are shared out (stream-K), as a fraction of
+/// the predicted time. On an H200, predictions of 1.4 % and more gave 0.6 to 2.9 %, a prediction of
+/// 0.7 % gave -0.5 %.
 const WORTH_SHARING: f64 = 0.01;
 
-/// The configuration with stream-K where that should save enough.
+/// Turns stream-K on where the prediction says that it saves enough.
 fn with_stream_k(
     chip: &Chip,
     problem: &Problem,
     forward: kernels::Forward,
 ) -> Result<kernels::Forward, String> {
-    // Others have not been measured with it.
+    // Other head dims have not been measured with stream-K.
     let dims = (forward.head_dim, forward.value_head_dim);
     let measured = matches!(dims, (64, 64) | (128, 128) | (256, 256));
     let possible = measured && forward.rules == Rules::DENSE && !forward.is_fp8();
@@ -139,7 +141,8 @@ fn with_stream_k(
     Ok(kernels::Forward { stream_k: possible && saves() >= WORTH_SHARING, ..forward })
 }
 
-/// What the choice among configurations depends on, or why the kernel does not serve a problem.
+/// Returns what the choice among configurations depends on, or why the kernel does not serve a
+/// problem.
 pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
@@ -153,7 +156,7 @@ pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     }
 }
 
-/// The same for every kernel with tensor cores over sequences of equal lengths.
+/// Like [`workload`], for every tensor-core kernel over sequences of equal lengths.
 pub(super) fn equal_lengths_workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     let element = tensor_core_element(problem)?;
     check_equal_lengths(problem)?;
@@ -174,8 +177,8 @@ fn equal_lengths_workload_of(element: Element, chip: &Chip, problem: &Problem) -
     }
 }
 
-/// The element of the inputs where the kernels for Hopper take them, or why they do not: what all
-/// tensor cores take, or e4m3 with a wider output.
+/// Returns the element type of the inputs if the Hopper kernels support it: f16 and bf16, or e4m3
+/// with a wider output.
 pub(super) fn hopper_element(problem: &Problem) -> Result<Element, String> {
     let DTypes { query, key, value, output } = problem.dtypes;
     if [query, key, value] != [DType::E4M3; 3] {
@@ -191,32 +194,32 @@ pub(super) fn hopper_element(problem: &Problem) -> Result<Element, String> {
     Ok(Element::E4M3)
 }
 
-/// The configuration with the output that a problem asks for.
+/// Sets the output type that a problem asks for.
 pub(super) fn with_output(configuration: kernels::Forward, problem: &Problem) -> kernels::Forward {
     kernels::Forward { output: problem.dtypes.output.element(), ..configuration }
 }
 
-/// The order in which blocks take tiles of unequal lengths.
+/// The inputs from which tiles of unequal cost are distributed over thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TileOrder {
     forward: kernels::Forward,
     lengths: [u32; 2],
     heads: [u32; 3],
     window: Window,
-    /// Where a mask is a function.
+    /// Description of the lists of key blocks, where the mask has a function.
     mask: Option<BlockMask>,
     processors: u32,
     cache_bytes: u64,
 }
 
 impl TileOrder {
-    /// The lists that the kernel reads. Where a mask is a function, tiles walk these lists of key
-    /// blocks, and cost what is in them.
+    /// Returns the tile lists that the kernel reads. Where the mask has a function, `block_lists`
+    /// are the key blocks of each tile, whose number is the tile's cost.
     pub fn words_over(&self, block_lists: &[u32]) -> Vec<u32> {
         self.lists_over(block_lists).words
     }
 
-    /// How the device shares so many tiles out over so many blocks.
+    /// Describes how a launch on the device distributes the tiles over thread blocks.
     fn shared(&self, tiles: u32, blocks: u32) -> Shared {
         let TileOrder { forward, lengths, heads, window, processors, cache_bytes, .. } = self;
         let groups =
@@ -269,7 +272,8 @@ mod tests {
         assert_eq!(forward.rules.mask, MaskKind::Causal);
     }
 
-    /// Where the last round would leave much of the GPU idle, and has keys enough to share out.
+    /// Stream-K is used where the last wave would leave much of the GPU idle and has enough keys to
+    /// share.
     #[test]
     fn the_last_round_is_shared_out_where_that_saves_enough() {
         let shares = |text: &str| configuration(&text.parse().unwrap()).stream_k;
@@ -277,7 +281,7 @@ mod tests {
         assert!(shares("b=4,h=32,s=4096,d=64,bf16"));
         assert!(shares("b=2,h=8,s=8192,d=256,bf16"));
         assert!(shares("b=1,h=16,s=128,sk=65536,d=128,bf16"));
-        // Too few keys; whole rounds; tiles of unequal length; what changes scores; not measured.
+        // Too few keys; whole waves; tiles of unequal cost; a score rule; an unmeasured head dim.
         assert!(!shares("b=32,h=16,s=512,d=128,bf16"));
         assert!(!shares("b=1,h=33,s=4096,d=128,bf16"));
         assert!(!shares("b=4,h=16,s=4096,d=128,bf16,causal"));
@@ -285,7 +289,7 @@ mod tests {
         assert!(!shares("b=4,h=16,s=4096,d=192,bf16"));
         let problem = "b=4,h=16,s=4096,d=128,bf16".parse().unwrap();
         let choice = choose(&Chip::H200, &problem).unwrap();
-        // 17 times 2 KB for each of two warpgroups, and a flag.
+        // 17 times 2 KB for each of the two warpgroups, and a counter for each.
         let bytes: Vec<u64> = choice.memory.iter().map(|it| it.bytes).collect();
         assert_eq!(bytes[0] / 69_632, bytes[1] / 8);
         assert!((64..=132).contains(&(bytes[1] / 8)));
@@ -294,7 +298,7 @@ mod tests {
         assert_eq!(tiles.len() as u64 * 4, bytes[2]);
     }
 
-    /// A window that hides nothing is none.
+    /// A window that hides nothing counts as no window.
     #[test]
     fn masks_have_the_cheapest_kind_that_is_right() {
         let kind = |mask: Mask| {
@@ -333,7 +337,7 @@ mod tests {
         let many = refusal(&Problem::new(1 << 20, 1 << 12, 1, 8));
         assert!(many.starts_with("the number of tiles"), "{many}");
         assert!(refusal(&Problem::new(1, 1, 1 << 31, 8)).starts_with("the lengths"));
-        // A batch of 65 thousand and more than 2^31 elements are no trouble.
+        // A batch of more than 65 thousand and more than 2^31 elements are supported.
         assert!(choose(&Chip::H200, &Problem::new(65_536, 32, 128, 128)).is_ok());
     }
 
@@ -374,8 +378,8 @@ mod tests {
         assert_eq!(*bytes, 4 * choice.lists_over(&[]).tiles.unwrap().len() as u64);
     }
 
-    /// A mask that is a function brings the key blocks of its tiles along, and tiles of unequal
-    /// length are shared out as by name.
+    /// A mask function brings the lists of key blocks of its tiles; tiles are distributed as for
+    /// the same mask without a function.
     #[test]
     fn functions_bring_lists_of_key_blocks() {
         let causal = Mask::from_fn("causal", |at| at.query().ge(at.key()));
@@ -388,15 +392,16 @@ mod tests {
             assert_eq!(memory.bytes, 4 * words.len() as u64);
             assert!(memory.contents.is_constant());
         }
-        // Eight blocks of 128 keys: the first tile sees a part of one, the last all of seven.
+        // Eight blocks of 128 keys: the first tile sees part of one, the last all of seven and part
+        // of one.
         let words = lists.blocks.unwrap();
         assert_eq!(choice.tiling.unwrap().key_block, 128);
         assert_eq!(words[..9], [1, 1, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(words[words.len() - 9..], [8, 0, 2, 4, 6, 8, 10, 12, 15]);
     }
 
-    /// Where the contents of documents are known, no block has much more to do than the mean, in
-    /// key blocks. Shared out as a causal mask would be, some have.
+    /// With known document boundaries, no thread block has much more to do than the mean, counted
+    /// in key blocks. Distributed as for a plain causal mask, some would.
     #[test]
     fn tiles_are_shared_out_by_what_documents_leave() {
         let mask = Mask::CAUSAL.with_function(kernels::attention::function::rules::documents());
@@ -417,7 +422,7 @@ mod tests {
         }
     }
 
-    /// Where documents begin: those of `bench/flex.py`, and others.
+    /// Document boundaries: those of `bench/flex.py`, and others.
     fn documents(length: usize) -> [Vec<i32>; 3] {
         let long = vec![1230, 3391, 7069, 7796, 13930, 16084];
         let short = vec![991, 2245, 2334, 2386, 3082, 3303];
@@ -426,7 +431,7 @@ mod tests {
         [if length > 4096 { long } else { short }, sevenths, half]
     }
 
-    /// How much more than the mean the block with the most to do has.
+    /// Returns the load of the busiest thread block relative to the mean.
     fn excess(choice: &Choice, lists: &Lists) -> f64 {
         let Contents::FoundBlocks(mask, _) = &choice.memory[0].contents else {
             panic!("{choice:?}")
@@ -435,7 +440,8 @@ mod tests {
         let of_head = choice.tiling.unwrap().tiles_per_head;
         let cost = |tile: &u32| {
             let walked = counts.of_head((tile / of_head).into())[(tile % of_head) as usize];
-            // What a block that is evaluated costs more, as inferred from times on an H200.
+            // Additional cost of a block in which the mask is evaluated, inferred from times on an
+            // H200.
             f64::from(walked.blocks) + 1.3 * f64::from(walked.evaluated) + 2.0
         };
         let tiles = lists.tiles.as_ref().unwrap();

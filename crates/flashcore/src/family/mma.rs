@@ -1,4 +1,4 @@
-//! Attention with mma.sync, on Ampere and later.
+//! Attention with mma.sync on Ampere and later: the host side of the `mma` kernels.
 
 use kernels::attention::Batch;
 use kernels::attention::function::ListsOf;
@@ -16,9 +16,9 @@ use crate::plan::rows::Rows;
 use crate::plan::{Launch, Source};
 use crate::problem::Problem;
 
-/// The family, by what the tensor cores add products up in: `F32`, or within a key block `F16`,
-/// twice as fast on GPUs whose tensor cores are slower with f32, such as GeForce, and less exact
-/// (docs/architectures.md). The latter is never chosen unless asked for.
+/// The `mma` family, by the type of its accumulators: `F32`, or within a key block `F16`. The
+/// latter is twice as fast on GPUs whose tensor cores are slower with f32 accumulators, such as
+/// GeForce, and less exact (docs/architectures.md); it is chosen only when requested by name.
 pub(super) struct Mma {
     pub(super) sums: Element,
 }
@@ -52,7 +52,7 @@ impl Family for Mma {
         }
         arrangement.check_copies(problem)?;
         for tensor in [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output] {
-            // The bytes from row to row are counted in 32 bits.
+            // Offsets between rows are 32-bit byte counts.
             let [(_, bytes), ..] = arrangement.steps(problem, tensor);
             if bytes > u64::from(u32::MAX) {
                 return Err(format!("a length stride of {bytes} bytes is not below 4 GiB"));
@@ -76,8 +76,8 @@ impl Family for Mma {
     }
 }
 
-/// The launches of a configuration over a ragged batch: one puts its tiles in order, the other has a
-/// block for each tile and head.
+/// Returns the launches of a configuration over a ragged batch: one sorts the tiles, the other has
+/// a thread block for each tile and head.
 pub(crate) fn launch_ragged(
     chip: &Chip,
     problem: &Problem,
@@ -91,7 +91,7 @@ pub(crate) fn launch_ragged(
     Ok(choice)
 }
 
-/// The launch of a configuration over keys in so many splits.
+/// Returns the launches of a configuration over keys split into `splits` parts.
 pub(crate) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -111,7 +111,7 @@ pub(crate) fn launch(
     let mut choice = Choice::of(Configuration::Mma(mma), blocks, reason);
     choice.launches[0].numbers = vec![
         (Number::TilesPerHead, counts.tiles_per_head),
-        // Not more than all tiles, which were counted.
+        // Cannot overflow: at most the number of all tiles, which was checked.
         (Number::TilesPerGroup, counts.tiles_per_head * heads_of_group),
         (Number::HeadsPerGroup, heads_of_group),
         (Number::Splits, splits),
@@ -135,7 +135,7 @@ pub(crate) fn launch(
     Ok(choice)
 }
 
-/// The launch that combines the parts of split keys, and memory for them.
+/// Adds the launch that combines the parts of split keys, and memory for the parts.
 fn combine(
     problem: &Problem,
     mma: kernels::Mma,
@@ -166,8 +166,9 @@ fn combine(
     Ok(())
 }
 
-/// Heads, of all sequences, whose keys and values half of the second-level cache holds: queries
-/// and outputs go through it too. A divisor of the number there is, so that groups are alike.
+/// Returns how many heads, over all sequences, are processed together: those whose keys and values
+/// fit in half of L2 (queries and outputs pass through it too). It divides the number of heads, so
+/// that all groups are of equal size.
 fn heads_of_group(problem: &Problem, chip: &Chip) -> u32 {
     let heads = (problem.batch * problem.query_heads).max(1);
     let row_bytes = problem.head_dim * problem.dtypes.key.bytes()
@@ -216,7 +217,7 @@ mod tests {
         let causal = Problem::new(1, 2, 100, 96).with_value_head_dim(128).with_mask(Mask::CAUSAL);
         let mma = configuration(Target::SM_89, &causal, Element::F16);
         assert_eq!((mma.head_dim, mma.value_head_dim, mma.accumulate), (96, 128, Element::F16));
-        // A row that sees nothing is served, and so is a problem of such rows.
+        // Rows that see no key are supported, and so is a problem without keys.
         let nothing = Problem::new(1, 2, 9, 64).with_key_length(0);
         assert!(choose(Target::SM_80, &nothing, Element::F32).is_ok());
     }
@@ -249,14 +250,14 @@ mod tests {
     fn groups_of_heads_fit_the_cache_and_are_alike() {
         let group = |problem: &Problem| heads_of_group(problem, &Chip::H200);
         let problem = |batch, heads, length| Problem::new(batch, heads, length, 128);
-        // 8 MB of keys and values a head, in f32 16, and 25 MB of room.
+        // Keys and values take 8 MB per head in bf16, 16 MB in f32; half of L2 is 25 MB.
         assert_eq!(group(&problem(1, 16, 16_384).with_dtype(DType::BF16)), 2);
         assert_eq!(group(&problem(1, 16, 16_384).with_dtype(DType::F32)), 1);
         assert_eq!(group(&problem(1, 15, 16_384).with_dtype(DType::BF16)), 3);
         // Eight query heads share them.
         assert_eq!(group(&problem(1, 16, 16_384).with_dtype(DType::BF16).with_kv_heads(2)), 16);
         assert_eq!(group(&problem(32, 16, 512).with_dtype(DType::BF16)), 64);
-        // Larger than the cache, none at all, and a prime number of them.
+        // Larger than L2; no keys at all; a prime number of heads.
         assert_eq!(group(&problem(1, 16, 1 << 20)), 1);
         assert_eq!(group(&problem(3, 7, 0)), 21);
         assert_eq!(group(&problem(1, 71, 4096).with_dtype(DType::BF16)), 1);

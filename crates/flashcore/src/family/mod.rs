@@ -1,7 +1,7 @@
-//! The families of attention kernels, a file each: what a family serves and why not, in which
-//! configuration, with which launches and which memory.
+//! The families of attention kernels, one file each: which problems a family serves and why not
+//! others, in which configuration, with which launches and which memory.
 //!
-//! A family joins by its line in `FAMILIES`.
+//! A family is registered by its line in `FAMILIES`.
 
 mod backward;
 mod backward_mma;
@@ -30,7 +30,7 @@ use crate::chip::Chip;
 use crate::plan::{Arrangement, Launch, Source, window};
 use crate::problem::{DTypes, Descale, Mask, Pass, Problem};
 
-/// What a plan is asked for.
+/// What a plan is made for: a GPU, a problem, and the strides of its tensors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Asked<'a> {
     pub(crate) chip: &'a Chip,
@@ -38,37 +38,38 @@ pub(crate) struct Asked<'a> {
     pub(crate) arrangement: &'a Arrangement,
 }
 
-/// A family of kernels.
+/// A family of kernels: one algorithm on one kind of hardware.
 pub(crate) trait Family: Sync {
-    /// Its name, by which it can be asked for.
+    /// Returns the name by which it can be requested.
     fn name(&self) -> &'static str;
 
-    /// Whether it is taken only by those who ask for it by name.
+    /// Tells whether it is used only when requested by name.
     fn only_on_request(&self) -> bool {
         false
     }
 
-    /// Whether it computes outputs or gradients.
+    /// Tells whether it computes outputs or gradients.
     fn pass(&self) -> Pass {
         Pass::Forward
     }
 
-    /// Whether the bits of a query's outputs depend on the query and on what it sees, and on nothing
-    /// else that is computed with it.
+    /// Tells whether the bits of a query's output depend only on the query and on the keys that it
+    /// sees, and not on what else is in the batch.
     fn is_batch_invariant(&self) -> bool {
         false
     }
 
-    /// Whether it is worth a word for a problem: of its pass, and with what it is there for.
+    /// Tells whether the family is listed among the candidates for a problem: it has the right
+    /// pass, and the problem has what the family exists for.
     fn concerns(&self, problem: &Problem) -> bool {
         self.pass() == problem.pass
     }
 
-    /// What it would run, or why it does not serve the problem.
+    /// Returns what it would launch, or why it does not serve the problem.
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String>;
 }
 
-/// Every family, the best for many queries first.
+/// All families, the best for many queries first.
 pub(crate) const FAMILIES: [&dyn Family; 9] = [
     &forward::Forward,
     &prefill::Prefill,
@@ -81,37 +82,37 @@ pub(crate) const FAMILIES: [&dyn Family; 9] = [
     &backward_mma::BackwardMma,
 ];
 
-/// From how many queries of a sequence on a tile of queries is worth more than reading each key
-/// for few of them.
+/// Number of queries per sequence from which tiles of queries are preferred over `decode`, which
+/// reads each key for few queries.
 const MANY_QUERIES: usize = 32;
 
-/// The families in the order in which they are preferred for a problem.
+/// Returns the families that concern a problem, in order of preference.
 pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
     let mut families = FAMILIES.to_vec();
     families.retain(|family| family.concerns(problem));
     if problem.query_length < MANY_QUERIES {
-        // The one family that reads keys once for all query heads of a group comes first.
+        // Decode reads each key once for all query heads of a group.
         families.sort_by_key(|family| family.name() != decode::NAME);
     }
     families
 }
 
-/// What a family runs for a problem.
+/// What a family launches for a problem.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Choice {
-    /// The launches, one after the other.
+    /// The launches, in order.
     pub launches: Vec<Launch>,
-    /// How many of them come first and depend on lengths and masks alone: layers with the same ones
-    /// need them once.
+    /// Number of launches at the start that depend on lengths and masks only: layers that share
+    /// these need them once.
     pub prepared: usize,
-    /// Which of them is the attention kernel, that the others come before or after.
+    /// Index of the attention kernel among the launches.
     pub main: usize,
-    /// The memory that launches share.
+    /// Memory that the launches share.
     #[serde(skip)]
     pub memory: Vec<Memory>,
-    /// How the problem is cut up.
+    /// How the problem is cut into tiles.
     pub tiling: Option<Tiling>,
-    /// Why this configuration.
+    /// Why this configuration was chosen.
     #[serde(skip)]
     pub reason: String,
 }
@@ -119,43 +120,44 @@ pub struct Choice {
 /// Memory that belongs to a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Memory {
-    /// What asks for it.
+    /// The parameter source that it provides.
     pub source: Source,
-    /// How much it is.
+    /// Its size.
     pub bytes: u64,
-    /// What is in it before the first launch.
+    /// What it holds before the first launch.
     pub contents: Contents,
 }
 
-/// What is in the memory of a plan before the first launch.
+/// What the memory of a plan holds before the first launch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contents {
-    /// Anything. Launches on two streams must not share it.
+    /// Arbitrary contents. Concurrent launches must not share it.
     Anything,
-    /// Zeros, and again after each launch. Launches on two streams must not share it.
+    /// Zeros, restored by each launch. Concurrent launches must not share it.
     Zeros,
-    /// The tiles of each block. Nobody writes to it.
+    /// The list of tiles of each thread block. Constant.
     Tiles(TileOrder),
-    /// The key blocks of each tile, or the query blocks of each key block. Nobody writes to it.
+    /// The list of key blocks of each tile, or of query blocks of each key block. Constant.
     Blocks(BlockMask),
-    /// The same, found by launches of the plan.
+    /// The same lists as `Blocks`, found by launches of the plan.
     FoundBlocks(BlockMask, Finding),
-    /// The tiles of each block, shared out by a launch of the plan.
+    /// The list of tiles of each thread block, computed by a launch of the plan.
     FoundTiles(TileOrder, Finding),
 }
 
-/// When a plan finds lists.
+/// When launches of a plan find block and tile lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finding {
-    /// With each call that brings none.
+    /// In each call that does not bring its own.
     EachCall,
-    /// In memory of the caller's alone, for calls that bring it: by itself a call has lists that intervals
-    /// leave, since it is over sooner than better ones are found.
+    /// Only into memory of the caller, for calls that bring it. A call without such lists uses
+    /// those that interval arithmetic gives on the host: it finishes sooner than better lists could
+    /// be found.
     Prepared,
 }
 
-/// From so many blocks on that all tiles might walk, each call finds lists: a tenth of a millisecond on an
-/// H200, where finding them takes a few launches.
+/// Number of (tile, key block) pairs from which each call finds its lists. Walking that many takes
+/// a tenth of a millisecond on an H200, against a few launches for finding the lists.
 const LEAST_BLOCKS: u64 = 1 << 15;
 
 impl Finding {
@@ -167,17 +169,17 @@ impl Finding {
     }
 }
 
-/// The words of the memory that nobody writes to.
+/// The contents of the constant memory of a plan, as 32-bit words.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lists {
     /// The key blocks of each tile.
     pub blocks: Option<Vec<u32>>,
-    /// The tiles of each block. They cost what is in the lists of key blocks.
+    /// The tiles of each thread block, balanced by the number of blocks in the lists above.
     pub tiles: Option<Vec<u32>>,
 }
 
 impl Lists {
-    /// Those that a source asks for.
+    /// Returns the words of a source.
     pub fn of(&self, source: Source) -> Option<&[u32]> {
         match source {
             Source::Workspace(Workspace::BlockLists) => self.blocks.as_deref(),
@@ -188,7 +190,7 @@ impl Lists {
 }
 
 impl Contents {
-    /// Whether nobody writes to it.
+    /// Tells whether no launch writes to the memory.
     pub fn is_constant(&self) -> bool {
         use Contents::{Blocks, FoundBlocks, FoundTiles, Tiles};
         let prepared =
@@ -200,22 +202,22 @@ impl Contents {
 /// How a problem is cut into tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Tiling {
-    /// Query rows of a tile.
+    /// Query rows per tile.
     pub query_rows: u32,
-    /// Keys of a block.
+    /// Keys per key block.
     pub key_block: u32,
-    /// Tiles of one query head; of a ragged batch, of all sequences at most.
+    /// Tiles per query head; for a ragged batch, an upper bound over all sequences.
     pub tiles_per_head: u32,
-    /// Tiles in all.
+    /// Total number of tiles.
     pub tiles: u32,
-    /// Over how many blocks of threads the keys of a tile are split.
+    /// Number of thread blocks over which the keys of a tile are split.
     pub splits: u32,
-    /// Tiles and splits for each multiprocessor: below 1 some have nothing to do.
+    /// Tiles times splits per multiprocessor: below 1, some multiprocessors are idle.
     pub waves: f64,
 }
 
 impl Choice {
-    /// One launch without memory.
+    /// Returns a single launch without memory.
     pub(crate) fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
             launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
@@ -227,8 +229,9 @@ impl Choice {
         }
     }
 
-    /// The launches of a configuration of the caller's own, tuned or not, on a problem that it is
-    /// built for, with keys cut into so many parts where it cuts them: for measuring and for tests.
+    /// Returns the launches of a given configuration, tuned or not, for a problem that it is built
+    /// for; `splits` is the number of parts for kernels that split the keys. For measurements and
+    /// tests.
     pub fn for_kernel(
         chip: &Chip,
         problem: &Problem,
@@ -261,8 +264,9 @@ impl Choice {
         }
     }
 
-    /// Gives the attention kernel the key blocks of its tiles. Where tensors say which they are, a
-    /// launch before it finds them; the answer is whether there is one.
+    /// Adds the lists of key blocks that the attention kernel reads. Where captured tensors
+    /// determine the lists, launches before the attention kernel find them; returns whether there
+    /// are such launches.
     fn with_blocks(
         &mut self,
         target: Target,
@@ -301,14 +305,14 @@ impl Choice {
         Ok(found.is_some())
     }
 
-    /// Puts a launch behind those that come first.
+    /// Inserts a launch after those that are already prepared.
     fn prepare(&mut self, launch: Launch) {
         self.launches.insert(self.prepared, launch);
         self.prepared += 1;
         self.main += 1;
     }
 
-    /// Whether tiles take key blocks from lists.
+    /// Tells whether tiles take their key blocks from lists.
     pub fn has_block_lists(&self) -> bool {
         let lists = |memory: &Memory| {
             matches!(memory.contents, Contents::Blocks(_) | Contents::FoundBlocks(..))
@@ -316,7 +320,7 @@ impl Choice {
         self.memory.iter().any(lists)
     }
 
-    /// How much memory is filled by a launch that finds lists, where there is one.
+    /// Returns the size of a workspace that a launch fills with lists, where there is one.
     pub fn found_bytes(&self, workspace: Workspace) -> Option<u64> {
         let found = |contents: &Contents| {
             matches!(contents, Contents::FoundBlocks(..) | Contents::FoundTiles(..))
@@ -326,8 +330,8 @@ impl Choice {
         Some(found.bytes)
     }
 
-    /// The words of the memory that nobody writes to, where the contents of some tensors that
-    /// functions load from are known.
+    /// Returns the contents of the constant memory, given the known contents of some captured
+    /// tensors.
     pub fn lists_over(&self, contents: &[HostTensor]) -> Lists {
         let blocks = self.memory.iter().find_map(|memory| match &memory.contents {
             Contents::Blocks(mask) | Contents::FoundBlocks(mask, _) => {
@@ -344,13 +348,13 @@ impl Choice {
         Lists { blocks, tiles }
     }
 
-    /// The attention kernel.
+    /// Returns the configuration of the attention kernel.
     pub fn kernel(&self) -> &Configuration {
         &self.launches[self.main].kernel
     }
 }
 
-/// The kind of mask that kernels are built for, where masks without a bound have kinds of their own.
+/// Returns the mask kind for kernels that are specialised for dense and causal masks.
 fn mask_kind(problem: &Problem) -> MaskKind {
     match effective_mask(problem) {
         Mask::NONE => MaskKind::Dense,
@@ -360,7 +364,7 @@ fn mask_kind(problem: &Problem) -> MaskKind {
     }
 }
 
-/// The same where every mask is a window.
+/// Returns the mask kind for kernels that treat every mask as a window.
 fn window_kind(problem: &Problem) -> MaskKind {
     match problem.mask.chunk {
         Some(_) => MaskKind::Chunked,
@@ -368,7 +372,7 @@ fn window_kind(problem: &Problem) -> MaskKind {
     }
 }
 
-/// The mask without bounds that hide nothing, where all sequences have the same lengths.
+/// Returns the mask without its function and without bounds that hide nothing at these lengths.
 fn effective_mask(problem: &Problem) -> Mask {
     let (queries, keys) = (problem.query_length, problem.key_length);
     let mut mask = problem.mask.without_function();
@@ -378,13 +382,14 @@ fn effective_mask(problem: &Problem) -> Mask {
     mask
 }
 
-/// The window that is left of a mask then.
+/// Returns the window of the effective mask.
 fn effective_window(problem: &Problem) -> Window {
     window(&Problem { mask: effective_mask(problem), ..problem.clone() })
 }
 
-/// What the key blocks of tiles, of so many rows and keys, are found from, or the query blocks of key
-/// blocks; nothing where no mask is a function.
+/// Returns the description from which block lists are found, for tiles of `query_rows` by
+/// `key_block`: key blocks of each query tile, or query blocks of each key block. `None` where the
+/// mask has no function.
 fn block_mask(
     problem: &Problem,
     [query_rows, key_block]: [u32; 2],
@@ -411,7 +416,8 @@ fn block_mask(
     })
 }
 
-/// The element of a problem whose types and head dims the tensor cores take, or why they do not.
+/// Returns the element type where the tensor cores support it and the head dims, or why they do
+/// not.
 fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
     let dtype = problem.dtypes.uniform()?;
     let element = dtype.element();
@@ -422,7 +428,7 @@ fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
     Ok(element)
 }
 
-/// Refuses head dims that are not whole copies of so many elements, and problems without queries.
+/// Refuses head dims that are not a multiple of `step`, and problems without queries.
 fn check_head_dims(problem: &Problem, step: usize) -> Result<(), String> {
     for (name, dim) in [("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)]
     {
@@ -436,8 +442,8 @@ fn check_head_dims(problem: &Problem, step: usize) -> Result<(), String> {
     }
 }
 
-/// The element of queries and outputs, and what keys and values are made of, where these have 8
-/// bits and those have 16; or why the tensor cores do not take them so.
+/// Returns the element type of queries and outputs (16 bits) and the description of the 8-bit
+/// cache, or why the tensor cores do not support the combination.
 pub(crate) fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
     let DTypes { query, key, value, output } = problem.dtypes;
     if !key.is_8_bit() || !value.is_8_bit() || key != value {
@@ -457,9 +463,9 @@ pub(crate) fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String
     Ok((element, Cache { element: key.element(), key_scales, value_scales }))
 }
 
-/// Refuses scales for which the guarded softmax's references leave the range of numbers: for
-/// "nothing seen", -1e30, to stay finite and not to vanish. A scale of zero and negative scales are
-/// outside: the maximum of unscaled scores would not be the maximum of scaled ones.
+/// Refuses scales that the guarded softmax cannot represent: its reference for a row that has seen
+/// nothing is -1e30 before scaling, and must neither overflow nor vanish. Zero and negative scales
+/// are refused too: the maximum of unscaled scores would not be the maximum of scaled ones.
 fn check_scale(problem: &Problem) -> Result<(), String> {
     const LEAST: f32 = 1e-20;
     const MOST: f32 = 1e6;
@@ -478,7 +484,7 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     }
 }
 
-/// The sizes of a problem of equal lengths as kernels count them.
+/// The sizes of a problem with equal lengths, as the 32-bit numbers that kernels take.
 struct Counts {
     query_length: u32,
     key_length: u32,
@@ -496,14 +502,14 @@ impl Counts {
         let [query_length, key_length] = [count(problem.query_length)?, count(problem.key_length)?];
         let [heads, key_heads] = [count(problem.query_heads)?, count(problem.kv_heads)?];
         let batch = count(problem.batch)?;
-        // Positions are compared as signed numbers, some of them a tile behind the end.
+        // Positions are compared as signed numbers, and some are up to a tile past the end.
         let margin = 1024;
         let positions = u64::from(query_length) + u64::from(key_length) + margin;
         if positions > i32::MAX as u64 {
             return Err(too_large("the lengths"));
         }
         let tiles_per_head = query_length.div_ceil(query_rows);
-        // Numbers of tiles are divided by a product that is exact below 2^31.
+        // Tile numbers are divided by multiplication with a reciprocal, which is exact below 2^31.
         let tiles = u64::from(heads)
             .checked_mul(batch.into())
             .and_then(|heads| heads.checked_mul(tiles_per_head.into()))

@@ -1,4 +1,5 @@
-//! Attention on Hopper over ragged batches: the forward kernel's loops with tiles from a schedule.
+//! Attention on Hopper over ragged batches: the loops of the `forward` kernel over tiles from a
+//! schedule that a launch before it writes.
 
 use kernels::forward::{Workload, tuned_prefill};
 use kernels::parameter::Number;
@@ -13,10 +14,10 @@ use crate::chip::Chip;
 use crate::plan::rows::Rows;
 use crate::problem::{Mask, Problem, Storage};
 
-/// The family.
+/// The `prefill` family.
 pub(super) struct Prefill;
 
-/// Copies of a page have at least so many rows, after which the swizzle repeats.
+/// The fewest rows of a copy from a page: the swizzle pattern repeats after 8 rows.
 const FEWEST_PAGE_ROWS: usize = 8;
 
 impl Family for Prefill {
@@ -42,9 +43,9 @@ impl Family for Prefill {
     }
 }
 
-/// What the choice among configurations depends on. How long sequences are in the mean counts, not
-/// the longest: tall tiles waste more where one ends. Pages have no kernel without a mask, nor have
-/// inputs of 8 bits: it gains little there.
+/// Returns what the choice among configurations depends on. It uses the mean length of sequences,
+/// not the longest: tall tiles waste more at the end of each sequence. Paged keys and 8-bit inputs
+/// have no dense kernel, which gains little there.
 fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     let element = hopper_element(problem)?;
     let workload = ragged_workload_of(element, chip, problem)?;
@@ -57,8 +58,8 @@ fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     Ok(Workload { rules, key_length: workload.key_length.min(mean), ..workload })
 }
 
-/// The launches of a configuration, tuned or not: its tiles are put in order before, unless its
-/// blocks find them by themselves.
+/// Returns the launches of a configuration, tuned or not. A launch before it sorts the tiles,
+/// unless each block of the grid has a single tile, which it finds by itself.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -77,8 +78,9 @@ pub(super) fn launch(
         return Ok(choice);
     }
     let together = heads_together(chip, problem);
-    // Where the cache holds one head, its long tiles would come after everything else: two rounds
-    // in one. Several heads have short tiles enough, and twice as many no room in the cache.
+    // Where L2 holds a single key head, the long tiles of the last group would begin after
+    // everything else: the last two groups are merged. Groups of several heads have enough short
+    // tiles at the end, and twice as many heads would not fit in L2.
     let rounds = if together == problem.group_size() as u32 { 2 } else { 1 };
     let last = (problem.query_heads as u32).saturating_sub(rounds * together);
     choice.launches[0].numbers = vec![(Number::HeadsPerGroup, together), (Number::LastHeads, last)];
@@ -86,7 +88,7 @@ pub(super) fn launch(
     Ok(choice)
 }
 
-/// With pages, how many of their rows are copied at a time.
+/// Returns the number of rows of a page that are copied at a time; `None` where keys are not paged.
 fn page_rows(problem: &Problem, key_block: u32) -> Result<Option<u32>, String> {
     let Storage::Paged { size, .. } = problem.keys else { return Ok(None) };
     if problem.lists.left_padding {
@@ -128,7 +130,7 @@ pub(super) mod tests {
         Ok(prefill)
     }
 
-    /// Sequences and heads whose tiles all run at once, and one sequence more.
+    /// A few sequences whose tiles all run at once, and one sequence more.
     #[test]
     fn few_tiles_are_not_put_in_order() {
         let single = |batch| {
@@ -136,7 +138,8 @@ pub(super) mod tests {
             let problem = Problem { batch, ..packed(64) }.with_storage(rows, rows);
             choose(&Chip::H200, &problem).unwrap().single_tile
         };
-        // Each of 16 heads has as many tiles as sequences, and four: 8 times 16 are at most 132.
+        // Each of 16 heads has up to four tiles of 64 rows, and one more per sequence: with four
+        // sequences, 8 * 16 tiles fit 132 multiprocessors.
         assert!(single(4) && !single(5));
     }
 
@@ -151,8 +154,8 @@ pub(super) mod tests {
         assert_eq!(older, "sm_89 has no wgmma");
     }
 
-    /// Tall tiles where sequences are long in the mean and nothing is masked; pages have the kernel
-    /// with a mask.
+    /// Tall tiles are used where sequences are long in the mean and nothing is masked; paged keys
+    /// use the kernel with a window.
     #[test]
     fn what_has_no_mask_has_a_kernel_of_its_own() {
         let dense = |batch, rows, dim| {

@@ -1,5 +1,6 @@
-//! The gradients of attention over ragged batches: the same loops over slices of rows, with tiles of
-//! keys in an order that is made on the device. On Hopper, and what `mma.sync` shares with it.
+//! Gradients of attention over ragged batches: the loops of `backward` over slices of rows, with
+//! key tiles in an order that a launch on the device writes. Shared by the Hopper and the mma.sync
+//! kernels.
 
 use kernels::attention::{Batch, MaskKind};
 use kernels::backward::{BackwardPass, tuned_backward};
@@ -17,7 +18,7 @@ use crate::plan::arrangement::{name, tensors};
 use crate::plan::rows::Rows;
 use crate::problem::{Problem, Storage};
 
-/// Why such kernels serve.
+/// The reason that a plan gives for these kernels.
 pub(super) const REASON: &str = "gradients in one pass, slice by slice";
 
 pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
@@ -34,8 +35,8 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
     Kernels::hopper(backward).launch_ragged(chip, problem, REASON.to_owned())
 }
 
-/// What the choice among configurations depends on, or why no kernel for ragged batches serves a
-/// problem.
+/// Returns what the choice among configurations depends on, or why no kernel for ragged batches
+/// serves a problem.
 pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     let Asked { chip, problem, arrangement } = *asked;
     let workload = ragged_workload(chip, problem)?;
@@ -54,7 +55,7 @@ pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
 }
 
 impl Kernels {
-    /// The launches over a ragged batch.
+    /// Returns the launches over a ragged batch.
     pub(super) fn launch_ragged(
         &self,
         chip: &Chip,
@@ -63,11 +64,11 @@ impl Kernels {
     ) -> Result<Choice, String> {
         let BackwardPass { query_block, key_block, .. } = self.pass;
         let schedule = Schedule::of_keys(problem, key_block)?;
-        // Each sequence's queries begin with a block of their own.
+        // In the workspace, the queries of each sequence begin with a block of their own.
         let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
         let too_large = || "the number of query rows of all heads is too large".to_owned();
         let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
-        // Parts of rounded blocks are numbered too, and so are rows.
+        // The parts of blocks that `Rounding` takes, and rows, are 31-bit numbers too.
         let parts = u64::from(self.pass.rounding().blocks(1));
         let blocks = per_head.checked_mul(problem.query_heads as u64);
         let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
@@ -86,7 +87,7 @@ impl Kernels {
     }
 }
 
-/// The kind of mask. A chunk may hide something of any sequence: one with more queries than keys
+/// Returns the mask kind. A chunk may hide keys of any sequence: one with more queries than keys
 /// begins before the first chunk.
 fn mask(problem: &Problem) -> MaskKind {
     match problem.mask.chunk {
@@ -95,8 +96,9 @@ fn mask(problem: &Problem) -> MaskKind {
     }
 }
 
-/// One list says where a sequence's queries begin, in whatever tensor, and one for its keys. Batch
-/// entries of queries lie row after row, so that they have their place in the workspace.
+/// Checks the distances between batch entries: one list gives the start of a sequence's queries in
+/// all query-side tensors, and one that of its keys. Batch entries of queries must follow one
+/// another without gaps, since their rows are indexed the same way in the workspace.
 fn check_rows(problem: &Problem, arrangement: &Arrangement) -> Result<(), String> {
     let entry_rows = |tensor| Rows::of(problem, arrangement, tensor).map(|it| it.entry_rows);
     let keys = entry_rows(Tensor::Key)?;
@@ -156,7 +158,8 @@ mod tests {
         assert_eq!(older, "sm_89 has no wgmma");
     }
 
-    /// The order of tiles is made first and can be kept; blocks and memory are linear in rows.
+    /// The schedule is written first and can be kept; blocks and memory are linear in the number of
+    /// rows.
     #[test]
     fn launches_have_room_for_any_lengths() {
         let choice = chosen(&Chip::H200, &packed(128)).unwrap();

@@ -1,12 +1,12 @@
-//! Attention with ordinary arithmetic, on any GPU: every head dim, length, mask, score rule, element
-//! type and stride, and slow.
+//! Attention without tensor cores, on any GPU: every head dim, length, mask, score rule, element
+//! type and stride. It is slow, and the fallback where nothing else serves a problem.
 
 use kernels::Configuration;
 
 use super::{Asked, Choice, Family, check_equal_lengths, mask_kind};
 use crate::problem::Problem;
 
-/// The family.
+/// The `scalar` family.
 pub(super) struct Scalar;
 
 impl Family for Scalar {
@@ -14,7 +14,8 @@ impl Family for Scalar {
         "scalar"
     }
 
-    /// A warp has one row, and takes key after key.
+    /// A warp computes one row and takes the keys one by one, so its bits do not depend on other
+    /// rows.
     fn is_batch_invariant(&self) -> bool {
         true
     }
@@ -34,7 +35,7 @@ impl Family for Scalar {
     }
 }
 
-/// The launch of a configuration.
+/// Returns the launch of a configuration.
 pub(super) fn launch(
     problem: &Problem,
     scalar: kernels::Scalar,

@@ -1,5 +1,5 @@
-//! The tiles of a ragged batch, put in order on the device by a launch before the one that takes
-//! them: what the families over schedules have in common.
+//! Schedules of ragged batches: the list of tiles that a launch on the device sorts before the
+//! attention kernel takes them. Shared by all families for ragged batches.
 
 use kernels::forward::Workload;
 use kernels::parameter::{Number, Workspace};
@@ -12,23 +12,23 @@ use crate::chip::Chip;
 use crate::plan::{Launch, Source};
 use crate::problem::{Problem, Storage};
 
-/// How large a schedule is.
+/// The size of a schedule.
 pub(super) struct Schedule {
-    /// Tiles of a head that there is room for.
+    /// Upper bound on the tiles per head.
     pub(super) most_tiles: u32,
-    /// The same for all heads.
+    /// Upper bound on the tiles of all heads.
     pub(super) all_tiles: u32,
     tile_rows: u32,
 }
 
 impl Schedule {
-    /// Of tiles of queries.
+    /// Sizes a schedule of query tiles.
     pub(super) fn new(problem: &Problem, tile_rows: u32) -> Result<Self, String> {
         let (rows, heads) = (query_rows(problem), problem.query_heads as u64);
         Schedule::over("query", problem.batch as u64, rows, heads, tile_rows)
     }
 
-    /// Of tiles of keys.
+    /// Sizes a schedule of key tiles.
     pub(super) fn of_keys(problem: &Problem, tile_rows: u32) -> Result<Self, String> {
         let (rows, heads) = (key_rows(problem), problem.kv_heads as u64);
         Schedule::over("key", problem.batch as u64, rows, heads, tile_rows)
@@ -44,7 +44,7 @@ impl Schedule {
         Ok(Schedule { most_tiles: most as u32, all_tiles: all_tiles as u32, tile_rows })
     }
 
-    /// How the batch is cut into tiles.
+    /// Returns how the batch is cut into tiles.
     pub(super) fn tiling(&self, chip: &Chip, query_rows: u32, key_block: u32) -> Tiling {
         Tiling {
             query_rows,
@@ -56,7 +56,8 @@ impl Schedule {
         }
     }
 
-    /// Puts the launch that makes the schedule before a choice's own.
+    /// Inserts the launch that writes the schedule before the choice's own launches, with its
+    /// memory.
     pub(super) fn before(&self, target: Target, tiles: Tiles, choice: &mut Choice) {
         let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
         let kernel = Configuration::Sequencer(Sequencer { target, tiles });
@@ -71,13 +72,13 @@ impl Schedule {
     }
 }
 
-/// What the choice among configurations over schedules depends on, or why the tensor cores do not
-/// serve a problem.
+/// Returns what the choice among configurations for ragged batches depends on, or why the tensor
+/// cores do not serve a problem.
 pub(super) fn ragged_workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     ragged_workload_of(tensor_core_element(problem)?, chip, problem)
 }
 
-/// The same for inputs of an element that is known to be served.
+/// Like [`ragged_workload`], for an element type that is known to be supported.
 pub(super) fn ragged_workload_of(
     element: Element,
     chip: &Chip,
@@ -96,8 +97,8 @@ pub(super) fn ragged_workload_of(
     })
 }
 
-/// Query rows of all sequences: packed queries say how much there is to do, longest lengths would be
-/// too much.
+/// Returns the number of query rows of all sequences. Packed queries give the exact amount of work;
+/// otherwise it is the maximum length times the batch.
 pub(super) fn query_rows(problem: &Problem) -> u64 {
     match problem.queries {
         Storage::Packed(rows) => rows as u64,
@@ -105,7 +106,7 @@ pub(super) fn query_rows(problem: &Problem) -> u64 {
     }
 }
 
-/// The same for keys.
+/// Returns the number of key rows of all sequences, likewise.
 fn key_rows(problem: &Problem) -> u64 {
     match problem.keys {
         Storage::Packed(rows) => rows as u64,
@@ -113,13 +114,13 @@ fn key_rows(problem: &Problem) -> u64 {
     }
 }
 
-/// Query heads that go together: those of as many key heads as the second-level cache holds with all
-/// their keys and values.
+/// Returns the number of query heads that are processed together: those of as many key heads as fit
+/// in L2 with all their keys and values.
 pub(super) fn heads_together(chip: &Chip, problem: &Problem) -> u32 {
     let width = problem.head_dim * problem.dtypes.key.bytes()
         + problem.value_head_dim * problem.dtypes.value.bytes();
     let head_bytes = key_rows(problem).saturating_mul(width as u64).max(1);
-    // Something else wants a place in the cache too: queries and outputs.
+    // The rest of L2 is left to queries and outputs.
     let held = (chip.l2_bytes / 5 * 3 / head_bytes).max(1);
     let kv_heads = problem.kv_heads as u64;
     let together = (1..=kv_heads.min(held)).rev().find(|n| kv_heads.is_multiple_of(*n));
@@ -131,7 +132,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
 
-    /// Two key heads of 32,768 rows of 512 bytes have their place in 30 MB, and four have not.
+    /// Two key heads of 32,768 rows of 512 bytes fit in 30 MB, four do not.
     #[test]
     fn heads_go_together_as_the_cache_has_room() {
         let together = |dim: usize| {

@@ -1,9 +1,9 @@
-//! Tuning files: configurations that a search found to be better than the rules, by shape.
+//! Tuning files: configurations that a search found to be faster than those of the rules, by shape.
 //!
-//! A file holds what was found on one or several GPUs. An entry is used where the GPU, the driver
-//! and the kernel's text are those it was found with, and the problem falls into its bucket; else
-//! the rules of [`tuned`](kernels::forward::tuned) decide. Where a choice comes from is part of
-//! its reason.
+//! A file holds results from one or several GPUs. An entry is used where the GPU, the driver and
+//! the kernel's PTX are those it was measured with and the problem falls into its bucket; otherwise
+//! the rules of [`tuned`](kernels::forward::tuned) decide. The source of a choice is part of its
+//! reason.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -18,21 +18,21 @@ use sha2::{Digest, Sha256};
 
 use crate::chip::Chip;
 
-/// The environment variable that names a tuning file, or `off`.
+/// The environment variable that names a tuning file, or is `off`.
 const VARIABLE: &str = "FLASHCORE_TUNING";
 
-/// The file's name in the cache's folder, where the variable is not set.
+/// Name of the file in the kernel cache's folder, used where the variable is not set.
 const FILE: &str = "tuning.json";
 
-/// What ships with the library, found on an H200.
+/// The tuning file that ships with the library, measured on an H200.
 const SHIPPED: &str = include_str!("shipped_tuning.json");
 
 /// A configuration and why it was chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    /// What to build.
+    /// The configuration to build.
     pub configuration: Forward,
-    /// Why, in a few words.
+    /// The reason, in a few words.
     pub reason: Cow<'static, str>,
 }
 
@@ -42,29 +42,29 @@ impl From<Tuned> for Choice {
     }
 }
 
-/// Everything in a tuning file.
+/// The contents of a tuning file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TuningFile {
-    /// The form of the file: [`TuningFile::FORM`].
+    /// Version of the file format: [`TuningFile::FORM`].
     pub form: u32,
-    /// What was found, GPU by GPU.
+    /// The results, one item per GPU.
     pub tunings: Vec<Tuning>,
 }
 
-/// What was found on one GPU with one driver.
+/// The results from one GPU with one driver.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tuning {
-    /// The GPU's name, for people.
+    /// Name of the GPU, for readers.
     pub gpu: String,
-    /// What its programs are built for.
+    /// PTX target that its programs are built for.
     pub target: String,
-    /// Its multiprocessors.
+    /// Number of its multiprocessors.
     pub multiprocessors: u32,
-    /// The driver's release; any, where it is absent.
+    /// Release of the driver; any when `None`.
     pub driver: Option<String>,
-    /// The best of each bucket.
+    /// The best configuration of each bucket.
     pub entries: Vec<Entry>,
 }
 
@@ -72,44 +72,47 @@ pub struct Tuning {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// The problems it is for: see [`bucket`].
+    /// The problems that it applies to: see [`bucket`].
     pub bucket: String,
     /// The configuration.
     pub variant: Variant,
     /// The [`fingerprint`] of the PTX that was measured.
     pub kernel: String,
-    /// How much faster it was than what the rules choose.
+    /// Speed relative to the configuration that the rules choose.
     pub speedup: f64,
-    /// What that may be off by.
+    /// Uncertainty of the speedup.
     pub noise: f64,
 }
 
-/// What a search may vary: everything of a configuration but what the problem says.
+/// The part of a configuration that a search may vary: everything that the problem does not
+/// determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Variant {
-    /// Consumer warpgroups.
+    /// Number of consumer warpgroups.
     pub warpgroups: u32,
-    /// Keys in a block.
+    /// Keys per key block.
     pub key_block: u32,
-    /// Stages of keys and of values.
+    /// Pipeline stages of keys and of values.
     pub stages: u32,
-    /// Query tiles in shared memory.
+    /// Number of query tiles in shared memory.
     pub query_buffers: u32,
-    /// Whether queries are multiplied from registers.
+    /// Whether the query operand of the products is in registers.
     pub query_registers: bool,
-    /// Whether warpgroups take turns at the tensor cores.
+    /// Whether warpgroups take turns at the tensor cores (ping-pong).
     pub turns: bool,
-    /// Whether a tile's first scores are computed while the one before is stored.
+    /// Whether the first scores of a tile are computed while the previous tile is stored.
     pub overlap_tiles: bool,
-    /// Whether the body of the loop is two steps.
+    /// Whether the body of the main loop is two steps, which lets two sets of registers for
+    /// probabilities alternate.
     pub two_steps: bool,
-    /// Whether the guard's slow path has exponentials of its own.
+    /// Whether the guard's slow path has its own copy of the exponentials, instead of going back to
+    /// those of the fast path.
     pub slow_path_apart: bool,
 }
 
 impl Variant {
-    /// What a configuration has.
+    /// Returns the varied part of a configuration.
     pub fn of(forward: &Forward) -> Self {
         Variant {
             warpgroups: forward.warpgroups,
@@ -124,7 +127,7 @@ impl Variant {
         }
     }
 
-    /// A configuration for the problem of another one.
+    /// Returns a configuration with this variant, for the problem of `base`.
     pub fn configuration(&self, base: &Forward) -> Forward {
         Forward {
             warpgroups: self.warpgroups,
@@ -144,18 +147,18 @@ impl Variant {
 }
 
 impl Default for TuningFile {
-    /// Nothing found yet.
+    /// Returns a file without results.
     fn default() -> Self {
         TuningFile { form: TuningFile::FORM, tunings: Vec::new() }
     }
 }
 
 impl TuningFile {
-    /// The form that this version reads and writes.
+    /// The format version that this crate reads and writes.
     pub const FORM: u32 = 2;
 
-    /// Where the environment says the file is; nothing where it is switched off or there is no
-    /// cache.
+    /// Returns the path that the environment gives; `None` where tuning files are switched off or
+    /// there is no cache.
     pub fn location() -> Option<PathBuf> {
         match std::env::var_os(VARIABLE) {
             Some(value) if value.is_empty() || value == "off" => None,
@@ -164,7 +167,7 @@ impl TuningFile {
         }
     }
 
-    /// Reads a text, or says what is wrong with it.
+    /// Parses a file's text, or says what is wrong with it.
     pub fn parse(text: &str) -> Result<Self, String> {
         let file: TuningFile = serde_json::from_str(text).map_err(|error| error.to_string())?;
         match file.form {
@@ -173,7 +176,7 @@ impl TuningFile {
         }
     }
 
-    /// Reads a file; nothing where there is none.
+    /// Reads a file; `None` where it does not exist.
     pub fn read(path: &Path) -> Result<Option<Self>, String> {
         match std::fs::read_to_string(path) {
             Ok(text) => TuningFile::parse(&text).map(Some),
@@ -182,14 +185,14 @@ impl TuningFile {
         }
     }
 
-    /// The entry for a workload, if one was found on such a GPU.
+    /// Returns the entry for a workload, if there is one for this GPU and driver.
     fn find(&self, chip: &Chip, driver: Option<&str>, workload: &Workload) -> Option<&Entry> {
         let target = chip.target.to_string();
         let bucket = bucket(workload);
         let here = |tuning: &&Tuning| {
             tuning.target == target
                 && tuning.multiprocessors == chip.multiprocessors
-                // Without a driver nothing is run, only asked about.
+                // Without a driver, plans are only inspected, never run.
                 && (driver.is_none() || tuning.driver.is_none() || tuning.driver.as_deref() == driver)
         };
         let mut entries = self.tunings.iter().filter(here).flat_map(|tuning| &tuning.entries);
@@ -197,8 +200,9 @@ impl TuningFile {
     }
 }
 
-/// The group of problems that share an entry: element, head dims, mask, lengths up to a power of
-/// two (the shorter of queries and keys counts), and whether they leave most of the GPU empty.
+/// Returns the name of the group of problems that share an entry: element type, head dims, mask,
+/// length up to a power of two (the shorter of queries and keys), and whether they leave most of
+/// the GPU idle.
 pub fn bucket(workload: &Workload) -> String {
     let Workload { element, head_dim, value_head_dim, rules, .. } = workload;
     let mask = rules.name();
@@ -207,19 +211,19 @@ pub fn bucket(workload: &Workload) -> String {
     format!("{element},d={head_dim},dv={value_head_dim},{mask},s<={length}{few}")
 }
 
-/// Names a PTX text for good: the first half of its SHA-256.
+/// Returns a stable name of a PTX text: the first 8 bytes of its SHA-256.
 pub fn fingerprint(ptx: &str) -> String {
     let digest = Sha256::digest(ptx.as_bytes());
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The folder of compiled kernels, if there is one.
+/// Returns the folder of compiled kernels, if there is one.
 #[cfg(feature = "cuda")]
 fn cache_folder() -> Option<PathBuf> {
     cuda::Cache::from_environment().directory().map(Path::to_owned)
 }
 
-/// The driver's release, if there is one.
+/// Returns the release of the driver, if there is one.
 #[cfg(feature = "cuda")]
 fn driver_release() -> Option<String> {
     cuda::Driver::probe().ok().and_then(|driver| driver.release.clone())
@@ -235,15 +239,15 @@ fn driver_release() -> Option<String> {
     None
 }
 
-/// The files that this process goes by.
+/// The tuning files that this process uses.
 #[derive(Debug)]
 pub(super) struct Tunings {
-    /// Each with the name it has in reasons, the first to be asked first.
+    /// The files with the names that reasons call them by, in order of precedence.
     files: Vec<(String, TuningFile)>,
-    /// A file that should be there and cannot be read.
+    /// Why a file that should be there cannot be read.
     complaint: Option<String>,
     driver: Option<String>,
-    /// Whether entries are of the kernel as it is, by configuration and fingerprint.
+    /// Whether an entry was measured with the current kernel, by configuration and fingerprint.
     current: Mutex<HashMap<(Forward, String), bool>>,
 }
 
@@ -252,7 +256,7 @@ impl Tunings {
         Tunings { files, complaint: None, driver, current: Mutex::default() }
     }
 
-    /// What the environment says, read once.
+    /// Returns the files that the environment names and the shipped one, read once per process.
     pub(super) fn of_this_process() -> &'static Tunings {
         static TUNINGS: OnceLock<Tunings> = OnceLock::new();
         TUNINGS.get_or_init(|| {
@@ -272,7 +276,7 @@ impl Tunings {
         })
     }
 
-    /// The best known configuration for a workload.
+    /// Returns the best known configuration for a workload.
     pub(super) fn choose(&self, chip: &Chip, workload: &Workload, rules: Tuned) -> Choice {
         let mut choice = Choice::from(rules);
         for (name, file) in &self.files {
@@ -297,7 +301,7 @@ impl Tunings {
         choice
     }
 
-    /// Whether a configuration still prints as what was measured.
+    /// Tells whether a configuration still prints the PTX that was measured.
     fn is_current(&self, configuration: Forward, kernel: &str) -> bool {
         let key = (configuration, kernel.to_owned());
         let mut known = self.current.lock().unwrap_or_else(PoisonError::into_inner);
@@ -395,7 +399,7 @@ mod tests {
         assert_eq!(TuningFile::read(Path::new("/nowhere/at/all")), Ok(None));
     }
 
-    /// What ships is read, and every entry of it is of the kernel as it is now.
+    /// The shipped file parses, and every entry was measured with the current kernel.
     #[test]
     fn the_shipped_tuning_is_current() {
         let shipped = TuningFile::parse(SHIPPED).unwrap();

@@ -1,8 +1,8 @@
-//! Attention of many queries over 8-bit caches: these are widened to 16 bits in memory of the plan, and
-//! the family that serves the 16-bit problem best does the rest.
+//! Attention of many queries over 8-bit caches: a launch widens the cache to 16 bits in memory of
+//! the plan, and the family that serves the 16-bit problem best does the rest.
 //!
-//! Products cost far more than one more pass over the cache: of 2k queries over 32k keys, some
-//! hundredths of the time. Few queries are `decode`'s.
+//! The additional pass over the cache costs little beside the products: a few hundredths of the
+//! time for 2k queries over 32k keys. `decode` serves few queries.
 
 use kernels::parameter::{Number, Tensor};
 use kernels::widen::POSITIONS;
@@ -16,10 +16,10 @@ use crate::chip::Chip;
 use crate::plan::{Launch, Source, widened};
 use crate::problem::Problem;
 
-/// The family.
+/// The `widen` family.
 pub(super) struct Widen;
 
-/// Who serves what was widened, best first.
+/// The families that may serve the widened problem, best first.
 const INNER: [&dyn Family; 3] =
     [&forward::Forward, &prefill::Prefill, &mma::Mma { sums: Element::F32 }];
 
@@ -56,7 +56,7 @@ impl Family for Widen {
     }
 }
 
-/// What is chosen for the widened problem, after the launch that widens.
+/// Returns what is chosen for the widened problem, with the launch that widens before it.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -80,7 +80,7 @@ pub(super) fn launch(
         paged: problem.keys.is_paged(),
     });
     let numbers = vec![(Number::KeyBlocks, key_blocks as u32)];
-    // What depends on lengths alone comes first.
+    // Launches that depend on lengths only stay in front.
     let widening = Launch { kernel, blocks, numbers, widened: false };
     choice.launches.insert(choice.prepared, widening);
     choice.main += 1;
@@ -128,7 +128,8 @@ mod tests {
         let pages = Storage::Paged { size: 16, columns: 256, pages: 1000 };
         let paged = chosen(&Chip::H200, &cached(512).with_storage(Storage::Packed(900), pages));
         assert_eq!(names(&paged), ["sequencer", "widen", "prefill"]);
-        // As large as two sequences can be, whatever the pages of others: 16 bits of each number.
+        // As large as two sequences of maximum length, whatever the number of pages: 16 bits per
+        // element.
         let memory = paged.memory.iter().filter(|it| matches!(it.source, Source::Tensor(_)));
         assert_eq!(memory.map(|it| it.bytes).sum::<u64>(), 2 * 2 * 4096 * 4 * 128 * 2);
         assert_eq!(names(&chosen(&Chip::typical(Target::SM_89), &cached(2048))), ["widen", "mma"]);
@@ -148,7 +149,7 @@ mod tests {
         assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");
         let eight = refusal(&Chip::H200, cached(64).with_dtype(DType::E5M2));
         assert!(eight.contains("over an 8-bit cache both are f16 or both bf16"), "{eight}");
-        // Who has no cache of 8 bits hears nothing of it.
+        // Without an 8-bit cache, the family is not among the candidates.
         let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
         let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();
         assert!(plan.candidates.iter().all(|it| it.kernel != "widen"));

@@ -1,5 +1,5 @@
-//! New keys and values into a cache that is on the device, in one launch with the rotary embedding
-//! of the new keys and of the queries that will look at them.
+//! Appending to a KV cache on the device: one launch writes new keys and values behind each
+//! sequence, and rotates the new keys and the queries that will attend to them (rotary embedding).
 
 use std::sync::Arc;
 
@@ -18,37 +18,39 @@ use crate::problem::{Descale, Descales, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
-/// What is appended to which cache: the most that a launch will ask for.
+/// Description of an append: the cache, and upper bounds on what a launch appends to it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AppendProblem {
-    /// The cache, and the queries that will look at it: heads, dims and storage.
+    /// The cache, and the queries that will attend to it: heads, dims, storage and mask.
     pub cache: Problem,
-    /// The most new tokens of a sequence.
+    /// Maximum number of new tokens per sequence.
     pub new_tokens: usize,
-    /// Rows of a batch entry of the new keys and values: all rows, where they are packed.
+    /// Rows of a batch entry of the new keys and values; all rows, where they are packed.
     pub new_rows: usize,
-    /// Whether new keys and values are packed: sequence after sequence in one batch entry.
+    /// Whether new keys and values are packed: all sequences one after the other in one batch
+    /// entry.
     pub packed_new: bool,
-    /// How new keys are rotated.
+    /// How new keys are rotated; not at all when `None`.
     pub rotary: Option<RotarySize>,
-    /// Whether queries are rotated as well. Where the mask hides something, query `i` of a sequence
-    /// stands at the position of its new key `i`; where it hides nothing, all stand at the first.
+    /// Whether queries are rotated as well. Under a mask, query `i` of a sequence has the position
+    /// of its new key `i`; without one, all queries have the position of the first new key.
     pub rotated_queries: bool,
 }
 
-/// Rotary embeddings, by tables on the device.
+/// A rotary embedding by tables on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RotarySize {
-    /// The first so many columns are rotated, the others stay.
+    /// Number of leading columns that are rotated; the others are copied.
     pub dim: usize,
-    /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
+    /// Whether adjacent columns form a pair; otherwise columns `i` and `dim / 2 + i` do.
     pub interleaved: bool,
-    /// Positions of the tables. What stands beyond is rotated as the last.
+    /// Number of positions in the tables. Later positions use the angles of the last one.
     pub positions: usize,
 }
 
 impl AppendProblem {
-    /// Up to so many new tokens for each sequence of a cache, in a batch entry for each.
+    /// Describes up to `new_tokens` new tokens for each sequence, each sequence in its own batch
+    /// entry of the new keys and values.
     pub fn new(cache: Problem, new_tokens: usize) -> Self {
         AppendProblem {
             cache,
@@ -60,22 +62,22 @@ impl AppendProblem {
         }
     }
 
-    /// The same with new keys and values packed into so many rows.
+    /// Packs the new keys and values of all sequences into `rows` rows.
     pub fn with_packed_new(self, rows: usize) -> Self {
         AppendProblem { packed_new: true, new_rows: rows, ..self }
     }
 
-    /// The same with new keys rotated.
+    /// Rotates new keys.
     pub fn with_rotary(self, dim: usize, interleaved: bool, positions: usize) -> Self {
         AppendProblem { rotary: Some(RotarySize { dim, interleaved, positions }), ..self }
     }
 
-    /// The same with queries rotated as well.
+    /// Rotates queries as well.
     pub fn with_rotated_queries(self) -> Self {
         AppendProblem { rotated_queries: true, ..self }
     }
 
-    /// The element of what is new, and what the cache is made of.
+    /// Returns the element type of the new rows and the description of the cache's elements.
     fn elements(&self) -> Result<(Element, Cache), String> {
         let dtypes = self.cache.dtypes;
         if dtypes.key.is_8_bit() || dtypes.value.is_8_bit() {
@@ -88,7 +90,7 @@ impl AppendProblem {
         }
     }
 
-    /// What runs, or why nothing does.
+    /// Returns the launch, or why there is none.
     pub fn choose(&self, chip: &Chip) -> Result<Choice, GpuError> {
         const MOST: usize = i32::MAX as usize / 2;
         let refuse = |reason: String| Err(GpuError::Unsupported { kernel: "append", reason });
@@ -179,66 +181,69 @@ impl AppendProblem {
     }
 }
 
-/// What one launch reads and writes. Lists have a 32-bit number for each sequence, starts one more.
+/// The tensors and lists of one append, on the device. Lists hold one 32-bit number per sequence,
+/// lists of starts one more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AppendTensors {
-    /// The new keys, (sequences, new tokens, key heads, dim), or packed into one batch entry.
+    /// New keys, (sequences, new tokens, key heads, dim), or packed into one batch entry.
     pub new_key: DeviceTensor,
-    /// The new values.
+    /// New values, stored like the new keys.
     pub new_value: DeviceTensor,
-    /// The cache of keys, (batch entries or pages, positions, key heads, dim).
+    /// Cache of keys, (batch entries or pages, positions, key heads, dim).
     pub key: DeviceTensor,
-    /// The cache of values.
+    /// Cache of values.
     pub value: DeviceTensor,
-    /// Keys of each sequence before, left padding included; none without.
+    /// Number of keys of each sequence before the append, left padding included; zero without the
+    /// list.
     pub key_lengths: Option<DeviceAddress>,
-    /// Where the lengths with the new tokens go: what the attention that follows takes. Not the
-    /// memory of `key_lengths`.
+    /// Receives the lengths with the new tokens, which the following attention reads. It must not
+    /// be the memory of `key_lengths`.
     pub lengths_after: Option<DeviceAddress>,
-    /// Where each sequence's new tokens begin, and where the last end: packed.
+    /// Start of each sequence's new tokens, and the end of the last, where they are packed.
     pub new_starts: Option<DeviceAddress>,
-    /// New tokens of each sequence; without, as many as its place has.
+    /// Number of new tokens of each sequence; without the list, all rows of the sequence are new.
     pub new_lengths: Option<DeviceAddress>,
-    /// The batch entry of each sequence; its index without. Not with pages.
+    /// Batch entry of each sequence; without the list, sequence `i` has entry `i`. Not for pages.
     pub batch_index: Option<DeviceAddress>,
-    /// The pages of each sequence, row after row.
+    /// Pages of each sequence, one row per sequence.
     pub block_table: Option<DeviceAddress>,
-    /// The descale factors of an 8-bit cache of keys: given for each sequence and key head, or
-    /// found for each token and written here.
+    /// Descale factors of an 8-bit cache of keys: read, where they are per sequence and key head;
+    /// computed and written here, where they are per token.
     pub key_descale: Option<DeviceTensor>,
-    /// Those of values.
+    /// Descale factors of the values, likewise.
     pub value_descale: Option<DeviceTensor>,
-    /// The angles of positions.
+    /// Rotary tables, where new keys are rotated.
     pub rotary: Option<RotaryTables>,
-    /// Queries to be rotated.
+    /// Queries to be rotated, where there are any.
     pub queries: Option<RotatedQueries>,
 }
 
-/// Tables of angles, `dim / 2` for each position, in the element of keys.
+/// Rotary tables: `dim / 2` angles per position, in the element type of the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RotaryTables {
-    /// The cosines.
+    /// Cosines of the angles.
     pub cosines: DeviceAddress,
-    /// The sines.
+    /// Sines of the angles.
     pub sines: DeviceAddress,
-    /// The position of each sequence's first new token for its angle; its length before, without.
+    /// Position of each sequence's first new token, for its angle; without the list, its length
+    /// before the append.
     pub starts: Option<DeviceAddress>,
 }
 
-/// Queries of the shape that the attention plan has.
+/// Queries to be rotated, of the shape that the attention problem has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RotatedQueries {
     /// The queries.
     pub from: DeviceTensor,
-    /// Where they go; may be where they are.
+    /// Receives the rotated queries; may be the same memory.
     pub to: DeviceTensor,
-    /// Where each sequence's queries begin, and where the last end: packed queries.
+    /// Start of each sequence's queries, and the end of the last, where they are packed.
     pub starts: Option<DeviceAddress>,
-    /// Queries of each sequence; without, as many as its place has.
+    /// Number of queries of each sequence; without the list, all rows of the sequence are queries.
     pub lengths: Option<DeviceAddress>,
 }
 
-/// The tensors of a launch.
+/// The tensors whose strides a plan depends on.
 const TENSORS: [Tensor; 8] = [
     Tensor::NewKey,
     Tensor::NewValue,
@@ -251,7 +256,7 @@ const TENSORS: [Tensor; 8] = [
 ];
 
 impl AppendTensors {
-    /// Tensors without lists.
+    /// Takes tensors, without any list.
     pub fn new([new_key, new_value, key, value]: [DeviceTensor; 4]) -> Self {
         AppendTensors {
             new_key,
@@ -271,7 +276,8 @@ impl AppendTensors {
         }
     }
 
-    /// A tensor; where no queries are rotated or nothing is scaled, something in their place.
+    /// Returns a tensor. Tensors that the call does not have are replaced by the new keys: their
+    /// parameters need an address, but the kernel does not use it.
     fn tensor(&self, tensor: Tensor) -> DeviceTensor {
         match tensor {
             Tensor::NewKey => self.new_key,
@@ -285,7 +291,7 @@ impl AppendTensors {
         }
     }
 
-    /// What a launch is passed, whatever the addresses.
+    /// Returns the arguments of a launch, with symbolic addresses.
     pub fn bind(
         &self,
         problem: &AppendProblem,
@@ -299,13 +305,13 @@ impl AppendTensors {
         TENSORS.map(|tensor| self.tensor(tensor).strides)
     }
 
-    /// Refuses what can be seen from the host.
+    /// Refuses invalid addresses, strides and lists, as far as the host can tell.
     fn validate(&self, problem: &AppendProblem) -> Result<(), GpuError> {
         let refuse =
             |tensor, reason: &str| Err(GpuError::Tensor { tensor, reason: reason.to_owned() });
         let Problem { dtypes, descales, .. } = problem.cache;
         for tensor in TENSORS {
-            // Two elements are copied at a time, and one factor.
+            // The kernel copies two elements, or one factor, at a time.
             let (bytes, together) = match tensor {
                 Tensor::Key => (dtypes.key.bytes(), 2),
                 Tensor::Value => (dtypes.value.bytes(), 2),
@@ -368,15 +374,16 @@ impl Addresses for AppendTensors {
     }
 }
 
-/// Writing new keys and values behind the sequences of a cache: everything that does not depend on
-/// where tensors are and how long sequences have become.
+/// A plan for appending new keys and values to the sequences of a cache: everything that depends
+/// neither on addresses nor on the current lengths.
 ///
-/// A launch neither allocates nor waits, and has the same shape whatever the lengths are: a CUDA
-/// graph that captured it is right for all of them. What a sequence has no room for is not written;
-/// nonsense in lists and tables stays inside the cache. Without rotary embeddings the bits are those
-/// given.
+/// A launch neither allocates nor synchronizes, and its grid does not depend on the lengths, so a
+/// captured CUDA graph stays valid as sequences grow. Rows for which a sequence has no room are not
+/// written; invalid entries of lists and tables never reach outside of the cache. Without rotary
+/// embeddings, and into a cache of the same element type, rows are copied bit for bit.
 ///
-/// The plan must outlive its launches, and graphs that captured them; [`Gpu::append`] keeps plans.
+/// The plan must outlive its launches and the graphs that captured them; [`Gpu::append`] keeps
+/// plans for that long.
 ///
 /// ```no_run
 /// use flashcore::gpu::{AppendProblem, AppendTensors, Gpu, Stream};
@@ -404,7 +411,7 @@ pub struct AppendPlan {
     executable: Executable,
 }
 
-/// What a plan depends on.
+/// What a plan depends on: two appends with the same key differ only in addresses.
 pub(super) type Key = (AppendProblem, [Strides; 8]);
 
 impl AppendPlan {
@@ -416,10 +423,10 @@ impl AppendPlan {
         Ok(AppendPlan { problem: problem.clone(), executable })
     }
 
-    /// Puts it on a stream of the plan's device. Neither allocates nor waits.
+    /// Enqueues the append on a stream of the plan's device. Neither allocates nor synchronizes.
     ///
-    /// That the addresses are right is the caller's business: what goes wrong on the device is
-    /// reported by the stream, when it is next waited for.
+    /// The caller is responsible for valid addresses: a fault on the device is reported by the
+    /// stream when it is next waited for.
     pub fn launch(&self, stream: &Stream, tensors: &AppendTensors) -> Result<(), GpuError> {
         tensors.validate(&self.problem)?;
         self.executable.launch(stream, Part::All, tensors)
@@ -465,7 +472,7 @@ impl Kept for AppendPlan {
 }
 
 impl Gpu {
-    /// Puts appending on a stream, by the plan that is kept for such calls.
+    /// Enqueues an append on a stream, with the cached plan for such calls.
     pub fn append(
         &self,
         stream: &Stream,
@@ -518,7 +525,7 @@ mod tests {
         assert_eq!(old, format!("{prefix}sm_75 is older than sm_80"));
     }
 
-    /// Every parameter of every shape of the kernel gets an argument of its kind.
+    /// Every parameter of every variant of the kernel gets an argument of its type.
     #[test]
     fn every_parameter_is_known() {
         let cache = Problem::new(2, 6, 1, 64).with_kv_heads(2).with_key_length(640);

@@ -1,4 +1,4 @@
-//! Attention on tensors that are on the device, by whichever kernel serves them best.
+//! Plans of attention over tensors on the device, forward and backward.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -15,20 +15,19 @@ use crate::family::Choice;
 use crate::plan::{Arrangement, Plan, Preference, Source, Workspace, bind};
 use crate::problem::{Problem, Storage};
 
-/// A plan for a problem and the way its tensors lie in memory, ready to launch on a stream of the
-/// caller's.
+/// A plan for a problem with given strides, ready to launch on the caller's stream.
 ///
-/// Making one chooses among the kernels for the GPU, as [`Machine`](crate::Machine) does for tensors
-/// in host memory, and compiles the choice where need be (first in a form that compiles fast: see
-/// [`Policy`](super::Policy)). Launching one neither compiles nor waits; where the plan has a
-/// workspace, each stream has its own, which the first launch there allocates.
+/// Creating a plan chooses among the GPU kernels, as [`Machine`](crate::Machine) does for tensors
+/// in host memory, and compiles the chosen one if necessary (first in a form that compiles fast:
+/// see [`Policy`](super::Policy)). A launch neither compiles nor synchronizes; where the plan has a
+/// workspace, each stream gets its own, which the first launch there allocates.
 ///
-/// A launch has the same shape whatever the lists of lengths hold: a CUDA graph that captured it is
-/// right for every length up to the problem's, read when the graph runs. Lengths and tables beyond
-/// their bounds are cut to them on the device, so that no launch reads or writes outside its tensors.
+/// The grid of a launch does not depend on the contents of lists: a captured CUDA graph is valid
+/// for all lengths up to the problem's, which it reads when it runs. Lengths and table entries out
+/// of range are clamped on the device, so that no launch reads or writes outside of its tensors.
 ///
-/// Threads may share a plan. It must outlive the launches it made, and graphs that captured them;
-/// [`Gpu::attention`] keeps plans for as long as that.
+/// Threads may share a plan. It must outlive its launches and the graphs that captured them;
+/// [`Gpu::attention`] keeps plans for that long.
 ///
 /// ```no_run
 /// use flashcore::gpu::{AttentionPlan, Buffer, Gpu, Stream, Tensors};
@@ -63,7 +62,7 @@ pub struct AttentionPlan {
     executable: Executable,
 }
 
-/// What a plan depends on: two calls with the same key differ in addresses alone.
+/// What a plan depends on: two calls with the same key differ only in addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Key {
     problem: Problem,
@@ -71,8 +70,8 @@ pub(super) struct Key {
 }
 
 impl Hash for Key {
-    /// Of the sizes that tell most calls of a program apart. Keys are compared whole, which takes less
-    /// time than hashing all of the two would.
+    /// Hashes the sizes that tell most calls of a program apart. The comparison covers the whole
+    /// key, and takes less time than hashing all of it would.
     fn hash<H: Hasher>(&self, state: &mut H) {
         let Problem { batch, query_heads, query_length, key_length, head_dim, mask, pass, .. } =
             &self.problem;
@@ -88,7 +87,7 @@ impl Hash for Key {
 }
 
 impl AttentionPlan {
-    /// Chooses for tensors that lie like this.
+    /// Chooses and compiles a kernel for tensors with these strides and alignments.
     pub fn new(
         gpu: &Gpu,
         problem: &Problem,
@@ -99,7 +98,7 @@ impl AttentionPlan {
         AttentionPlan::of(gpu, plan, *arrangement)
     }
 
-    /// Compiles what a plan chose.
+    /// Compiles the kernels that a plan chose.
     pub fn of(gpu: &Gpu, plan: Plan, arrangement: Arrangement) -> Result<Self, Error> {
         let Some(choice) = &plan.chosen.choice else {
             let kernel = plan.chosen.full_name();
@@ -111,23 +110,24 @@ impl AttentionPlan {
         Ok(AttentionPlan { plan, arrangement, executable })
     }
 
-    /// Puts attention on a stream of the plan's device. Does not wait.
+    /// Enqueues attention on a stream of the plan's device. Does not synchronize.
     ///
-    /// That the addresses are right is the caller's business: what goes wrong on the device is
-    /// reported by the stream, when it is next waited for.
+    /// The caller is responsible for valid addresses: a fault on the device is reported by the
+    /// stream when it is next waited for.
     pub fn launch(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
         self.launch_part(stream, tensors, Part::All)
     }
 
-    /// Does what depends on lengths and masks alone, for [`attend`](AttentionPlan::attend): layers with
-    /// the same ones need it once. Most plans have nothing to do here. Where lists of blocks are found, they
-    /// go to [memory that comes with the tensors](Tensors::block_lists), if there is some.
+    /// Enqueues only the launches that depend on lengths and masks, for a later
+    /// [`attend`](AttentionPlan::attend): layers that share these need them once. Most plans have
+    /// no such launches. Block lists that are found on the device go to the [memory that comes with
+    /// the tensors](Tensors::block_lists), where there is some.
     pub fn prepare(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
         self.launch_part(stream, tensors, Part::Preparation)
     }
 
-    /// Does the rest of a [`launch`](AttentionPlan::launch), after a preparation with the same
-    /// lengths on the same stream.
+    /// Enqueues the rest of a [`launch`](AttentionPlan::launch), after
+    /// [`prepare`](AttentionPlan::prepare) with the same lengths on the same stream.
     pub fn attend(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
         self.launch_part(stream, tensors, Part::Computation)
     }
@@ -135,7 +135,7 @@ impl AttentionPlan {
     fn launch_part(&self, stream: &Stream, tensors: &Tensors, part: Part) -> Result<(), GpuError> {
         tensors.validate(&self.plan.problem)?;
         let given = tensors.arrangement();
-        // A plan for any address takes multiples of 16 too.
+        // A plan for unaligned addresses serves aligned ones too.
         let aligned = given.aligned && self.arrangement.aligned;
         if (Arrangement { aligned, ..given }) != self.arrangement {
             let reason = "they do not lie as those that the plan was made for".to_owned();
@@ -144,35 +144,36 @@ impl AttentionPlan {
         self.executable.launch(stream, part, tensors)
     }
 
-    /// What it computes, which kernel, why, and why not the others.
+    /// Returns the plan: the problem, the chosen kernel, and why the others were not chosen.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Its launches where tiles take key blocks from lists, which may come with
-    /// [tensors](Tensors::block_lists): from [`Choice::lists_over`].
+    /// Returns the launches of a plan whose tiles take key blocks from lists. The caller may pass
+    /// its own lists [with the tensors](Tensors::block_lists), made by [`Choice::lists_over`].
     pub fn with_block_lists(&self) -> Option<&Choice> {
         self.plan.chosen.choice.as_ref().filter(|choice| choice.has_block_lists())
     }
 
-    /// Its launches where lists are found on the device: [`prepare`](AttentionPlan::prepare) finds them,
-    /// in memory that comes with the tensors, and later calls need not.
+    /// Returns the launches of a plan that finds its lists on the device.
+    /// [`prepare`](AttentionPlan::prepare) finds them into memory that comes with the tensors, and
+    /// later calls need not.
     pub fn with_found_lists(&self) -> Option<&Choice> {
         let found = |choice: &&Choice| choice.found_bytes(Workspace::BlockLists).is_some();
         self.plan.chosen.choice.as_ref().filter(found)
     }
 
-    /// The compiled attention kernel.
+    /// Returns the compiled attention kernel.
     pub fn kernel(&self) -> &Kernel {
         self.executable.kernel()
     }
 
-    /// How its binary was come by.
+    /// Returns how its binary was obtained.
     pub fn compilation(&self) -> &Compilation {
         self.executable.compilation()
     }
 
-    /// Device memory that the plan holds besides the kernels.
+    /// Returns the device memory that the plan holds besides the kernels.
     pub fn device_bytes(&self) -> u64 {
         self.executable.device_bytes()
     }
@@ -189,8 +190,8 @@ impl Kept for AttentionPlan {
 }
 
 impl Gpu {
-    /// The plan for a call, made at the first of its kind and kept: what the environment insists on
-    /// then is obeyed.
+    /// Returns the plan for a call, which is made at the first call of its kind and cached.
+    /// `FLASHCORE_KERNEL` applies as it is set at that first call.
     pub fn attention(
         &self,
         problem: &Problem,
@@ -205,8 +206,8 @@ impl Gpu {
         })
     }
 
-    /// Puts attention on a stream, by the plan that is kept for such calls. Log-sum-exps that
-    /// nobody wants are written where nobody reads.
+    /// Enqueues attention on a stream, with the cached plan for such calls. Log-sum-exps that the
+    /// caller does not want go to scratch memory.
     pub fn attend(
         &self,
         stream: &Stream,
@@ -218,14 +219,14 @@ impl Gpu {
             Some(lse) => lse,
             None => self.unread(4 * problem.rows() as u64)?,
         };
-        // They lie as the plan was found for.
+        // The arrangement need not be compared: the plan was looked up by it.
         tensors.validate(&plan.plan.problem)?;
         plan.executable.launch(stream, Part::All, &WithSums { tensors, lse })?;
         Ok(plan)
     }
 }
 
-/// The tensors of a call, and where log-sum-exps go.
+/// The tensors of a call, and where its log-sum-exps go.
 struct WithSums<'a> {
     tensors: &'a Tensors,
     lse: DeviceAddress,
@@ -244,11 +245,11 @@ impl Addresses for WithSums<'_> {
     }
 }
 
-/// The problem that a plan is made for. Lists bound packed sequences, so that a plan for longer ones
-/// serves as well: few plans for lengths that change from call to call, and little beyond what is
-/// asked.
+/// Returns the problem that a plan is made for. The maximum lengths of packed sequences are rounded
+/// up: a plan for longer ones serves as well, since lists hold the actual lengths. Lengths that
+/// change from call to call thus need few plans, none for much more than is asked.
 fn for_many_lengths(problem: &Problem) -> Problem {
-    // The next number of three binary digits and zeros.
+    // Rounds up to three significant binary digits.
     let rounded = |length: usize| {
         let zeros = length.max(1).ilog2().saturating_sub(2);
         length.max(1).next_multiple_of(1 << zeros)
@@ -297,7 +298,7 @@ mod tests {
         for (index, key) in keys.enumerate() {
             assert_eq!(found[&key], index);
         }
-        // Who wants log-sum-exps runs the same plan.
+        // Calls with and without log-sum-exps share a plan.
         let silent = Problem { lse: false, ..plain.clone() };
         assert_eq!(found[&key(&silent, true)], 0);
     }

@@ -1,4 +1,5 @@
-//! Attention over tensors in host memory, on a GPU: they are copied to the device and back.
+//! Attention over tensors in host memory, on a GPU: the tensors are copied to the device, and the
+//! results back.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,28 +18,28 @@ use crate::plan::{Arrangement, Candidate, GPU, Plan, candidates};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorView};
 
-/// Attention on an NVIDIA GPU.
+/// The back end on an NVIDIA GPU.
 #[derive(Debug)]
 pub struct GpuBackend {
     gpu: Arc<Gpu>,
 }
 
-/// Runs shorter than this are timed again, and the median is reported.
+/// Runs shorter than this are repeated, and the median time is reported.
 const SHORT: Duration = Duration::from_millis(50);
 
 impl GpuBackend {
-    /// The back end on a GPU.
+    /// Creates the back end of a GPU.
     pub fn new(gpu: Arc<Gpu>) -> Self {
         GpuBackend { gpu }
     }
 
-    /// The GPU.
+    /// Returns the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// Milliseconds of a launch, the median of several if the first was short. Where a compact
-    /// form gave the first result, the time is the full form's.
+    /// Returns the milliseconds of a launch: the median of several if the first was short. Where a
+    /// compact form gave the first result, the time is that of the full form.
     fn time(
         &self,
         plan: &AttentionPlan,
@@ -111,7 +112,7 @@ impl Backend for GpuBackend {
             let plan = AttentionPlan::of(gpu, plan, inputs.arrangement(problem)?)?;
             let tensors = &operands.tensors;
             if options.guard {
-                // What is checked is what will run in the end.
+                // Check the form of the kernel that later launches use.
                 gpu.finish_compiling();
                 plan.launch(gpu.stream(), tensors)?;
             } else {
@@ -131,7 +132,7 @@ impl Backend for GpuBackend {
     }
 }
 
-/// What a call comes to that began then.
+/// Returns the report of a call that began at `begun`.
 pub(super) fn report(
     plan: &Plan,
     milliseconds: f64,
@@ -151,7 +152,7 @@ pub(super) fn report(
     }
 }
 
-/// An error if what was uploaded has been written to.
+/// Returns an error if an uploaded input has been written to.
 pub(super) fn look_for_changes(
     gpu: &Gpu,
     name: &str,
@@ -165,7 +166,7 @@ pub(super) fn look_for_changes(
     }
 }
 
-/// The plan with the keys of decode cut into a given number of parts.
+/// Returns the plan with the keys of `decode` cut into a given number of parts.
 fn with_splits(gpu: &Gpu, mut plan: Plan, splits: Option<u32>) -> Result<Plan, GpuError> {
     if let (Some(splits), Some(choice)) = (splits, &plan.chosen.choice)
         && let Configuration::Decode(decode) = *choice.kernel()
@@ -185,7 +186,7 @@ struct Operands {
     output: GuardedBuffer,
     lse: GuardedBuffer,
     tensors: Tensors,
-    /// What the tensors point to.
+    /// Owns the lists that `tensors` points to.
     _lists: Vec<Buffer>,
 }
 
@@ -219,7 +220,7 @@ impl Operands {
         Ok(Operands { query, key, value, output, lse, tensors, _lists })
     }
 
-    /// An error if something other than the results was written.
+    /// Returns an error if anything other than the results was written.
     fn look_for_trespasses(&self, gpu: &Gpu, inputs: Inputs<'_>) -> Result<(), GpuError> {
         for (name, buffer) in [("output", &self.output), ("log-sum-exp", &self.lse)] {
             buffer.look_for_trespasses(gpu, name)?;

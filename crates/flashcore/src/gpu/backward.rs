@@ -1,4 +1,5 @@
-//! Gradients over tensors in host memory, on a GPU: they are copied to the device and back.
+//! Gradients over tensors in host memory, on a GPU: the tensors are copied to the device, and the
+//! gradients back.
 
 use std::time::Instant;
 
@@ -15,7 +16,7 @@ use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorView};
 
 impl GpuBackend {
-    /// Computes the gradients of a problem by what a plan chose.
+    /// Computes the gradients of a problem with the kernel that a plan chose.
     pub(super) fn differentiate(
         &self,
         plan: &Plan,
@@ -53,18 +54,18 @@ impl GpuBackend {
 
 /// The device memory of one call.
 struct Operands {
-    /// In the order of [`given`]: nobody writes to them.
+    /// The inputs, in the order of [`given`]. Kernels only read them.
     given: [Buffer; 6],
     /// The gradients of query, key and value.
     results: [GuardedBuffer; 3],
-    /// The gradients of sinks, where there are any.
+    /// The gradients of the sinks, where there are any.
     sinks: Option<GuardedBuffer>,
     tensors: Tensors,
-    /// What the tensors point to.
+    /// Owns the lists that `tensors` points to.
     _lists: Vec<Buffer>,
 }
 
-/// What the backward pass is given, by name.
+/// Returns the inputs of a backward pass, with their names.
 fn given(backward: Backward<'_>) -> [(&'static str, &[u8]); 6] {
     let Backward { inputs, output, lse, output_gradient } = backward;
     [
@@ -89,7 +90,8 @@ impl Operands {
             given(backward).map(|(_, bytes)| gpu.upload(bytes));
         let given = [query?, key?, value?, output?, output_gradient?, lse?];
         let [query, key, value] = results;
-        // Nobody writes to rows of a ragged batch that are of no sequence.
+        // Kernels do not write the rows of a ragged batch that belong to no sequence: they start as
+        // zeros.
         let results = [query, key, value].map(|it| match problem.has_equal_lengths() {
             true => GuardedBuffer::new(gpu, it.bytes().len()),
             false => GuardedBuffer::of(gpu, it.bytes()),
@@ -125,7 +127,7 @@ impl Operands {
         Ok(Operands { given, results, sinks, tensors, _lists })
     }
 
-    /// An error if something other than the results was written.
+    /// Returns an error if anything other than the results was written.
     fn look_for_trespasses(
         &self,
         backend: &GpuBackend,

@@ -1,4 +1,5 @@
-//! Attention over parts of the keys, combined on the device by the log-sum-exps of the parts.
+//! Combining attention over parts of the keys on the device, weighted by the log-sum-exps of the
+//! parts.
 
 use std::sync::Arc;
 
@@ -16,32 +17,32 @@ use crate::plan::{Arrangement, Launch, Source, Value, axis_of, bind_with};
 use crate::problem::Problem;
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
-/// What is combined.
+/// Description of what is combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CombineProblem {
-    /// How many parts there are.
+    /// Number of parts.
     pub parts: usize,
-    /// The shape of the output and of every part, with the value head dim. Packed sequences are
+    /// Shape of the output and of every part, with the value head dim. Packed sequences count as
     /// one batch entry.
     pub shape: Shape,
-    /// The element of the parts' outputs.
+    /// Element type of the parts' outputs.
     pub partial: DType,
-    /// The element of the output.
+    /// Element type of the combined output.
     pub output: DType,
 }
 
 impl CombineProblem {
-    /// So many parts of this shape, everything in one element type.
+    /// Describes `parts` parts of this shape, all in one element type.
     pub fn new(parts: usize, shape: Shape, dtype: DType) -> Self {
         CombineProblem { parts, shape, partial: dtype, output: dtype }
     }
 
-    /// The same with parts of another element type: `F32`, as a rule.
+    /// Sets the element type of the parts, which is usually `F32`.
     pub fn with_partial(self, partial: DType) -> Self {
         CombineProblem { partial, ..self }
     }
 
-    /// What runs, or why nothing does.
+    /// Returns the launch, or why there is none.
     pub fn choose(&self, chip: &Chip) -> Result<Choice, GpuError> {
         let refuse = |reason: String| Err(GpuError::Unsupported { kernel: "combine", reason });
         let Shape { batch, length, heads, dim } = self.shape;
@@ -57,7 +58,7 @@ impl CombineProblem {
         }
         let too_large = |what| GpuError::TooLarge { what };
         let parts = u32::try_from(self.parts).map_err(|_| too_large("the number of parts"))?;
-        // Threads are counted in 32 bits.
+        // Thread numbers have 32 bits.
         let rows = batch.checked_mul(length).and_then(|rows| rows.checked_mul(heads));
         let rows = rows.filter(|rows| rows.checked_mul(dim / 2).is_some_and(|it| it < 1 << 31));
         let rows = rows.ok_or(too_large("the number of rows"))?;
@@ -79,33 +80,33 @@ impl CombineProblem {
     }
 }
 
-/// The result of attention: an output with its log-sum-exps.
+/// A result of attention: an output with its log-sum-exps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AttentionState {
     /// The output, (batch, length, heads, dim).
     pub output: DeviceTensor,
-    /// The log-sum-exps, (batch, length, heads) in f32, whatever the strides.
+    /// The log-sum-exps, (batch, length, heads) in f32, with any strides.
     pub lse: DeviceTensor,
 }
 
-/// What one launch reads and writes.
+/// The tensors of one launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CombineTensors {
     /// The first part.
     pub first: AttentionState,
-    /// Elements from the output of a part to that of the next.
+    /// Distance in elements between the outputs of successive parts.
     pub output_step: isize,
-    /// Elements from the log-sum-exps of a part to those of the next.
+    /// Distance in elements between the log-sum-exps of successive parts.
     pub lse_step: isize,
-    /// Where the result goes. The output may be where a part of the same element type is;
+    /// Receives the result. The output may be in the place of a part of the same element type;
     /// log-sum-exps must not overlap those of parts.
     pub result: AttentionState,
 }
 
 impl CombineTensors {
-    /// Parts in one tensor without gaps, (parts, batch, length, heads, dim), and their
-    /// log-sum-exps in another, (parts, batch, heads, length): what attention plans write, one
-    /// after the other. The result is in the same order.
+    /// Describes contiguous parts in one tensor, (parts, batch, length, heads, dim), and their
+    /// log-sum-exps in another, (parts, batch, heads, length): the layout in which attention plans
+    /// write them. The result has the same layout, without the parts.
     pub fn stacked(
         problem: &CombineProblem,
         [partial_output, partial_lse]: [DeviceAddress; 2],
@@ -126,8 +127,8 @@ impl CombineTensors {
         })
     }
 
-    /// Two parts that lie anywhere, with the same strides: a shared prefix and what follows it,
-    /// this device's slice of a context and the next one's.
+    /// Describes two parts at arbitrary addresses, with the same strides: a shared prefix and what
+    /// follows it, or one device's slice of a context and that of the next.
     pub fn pair(
         problem: &CombineProblem,
         [first, second]: [AttentionState; 2],
@@ -163,12 +164,12 @@ impl CombineTensors {
         }
     }
 
-    /// What a launch is passed, whatever the addresses.
+    /// Returns the arguments of a launch, with symbolic addresses.
     pub fn bind(&self, launch: &Launch, declared: &[ptx::Parameter]) -> Result<Vec<Value>, String> {
         bind_combine(launch, declared, &self.steps())
     }
 
-    /// What a plan depends on besides the problem: all but addresses.
+    /// Returns everything but addresses, on which a plan depends besides the problem.
     fn steps(&self) -> Steps {
         let CombineTensors { first, result, output_step, lse_step } = self;
         let strides = [first.output, first.lse, result.output, result.lse];
@@ -181,7 +182,7 @@ impl CombineTensors {
 
     fn validate(&self, problem: &CombineProblem) -> Result<(), GpuError> {
         let (partial, output) = (problem.partial.bytes(), problem.output.bytes());
-        // Two neighbours are read and written at a time.
+        // The kernel reads and writes two adjacent elements at a time.
         for (role, tensor, bytes, together) in [
             ("partial output", self.first.output, partial, 2 * partial),
             ("partial log-sum-exp", self.first.lse, 4, 4),
@@ -208,27 +209,28 @@ impl Addresses for CombineTensors {
     }
 }
 
-/// How far apart things are.
+/// The distances in elements that a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Steps {
-    /// Of partial outputs, partial log-sum-exps, output and log-sum-exps.
+    /// Strides of partial outputs, partial log-sum-exps, output and log-sum-exps.
     strides: [Strides; 4],
     output: isize,
     lse: isize,
 }
 
-/// What a plan depends on.
+/// What a plan depends on: two calls with the same key differ only in addresses.
 pub(super) type Key = (CombineProblem, Steps);
 
-/// Combining attention over parts of the keys by the log-sum-exps of the parts: a shared prefix and
-/// what follows it, levels of a cascade, slices of a context on several devices. What
-/// [`serving::combine`](crate::serving::combine) does in host memory.
+/// A plan for combining attention over parts of the keys by their log-sum-exps: a shared prefix and
+/// what follows it, levels of a cascade, slices of a context on several devices. It does on the
+/// device what [`serving::combine`](crate::serving::combine) does in host memory.
 ///
-/// A part whose log-sum-exp of a row is minus infinity saw no key for it: its output is not read.
-/// A row without any other is zero, its log-sum-exp minus infinity. A log-sum-exp that is plus
-/// infinity or not a number makes the row not a number: it shows.
+/// A part whose log-sum-exp of a row is minus infinity saw no key for that row: its output is not
+/// read. A row that no part saw has an output of zeros and a log-sum-exp of minus infinity. A
+/// log-sum-exp of plus infinity or NaN makes the row NaN, so that the error is visible.
 ///
-/// A launch neither allocates nor waits. [`Gpu::combine`] keeps plans for as long as they are needed.
+/// A launch neither allocates nor synchronizes. [`Gpu::combine`] keeps plans for as long as they
+/// are needed.
 ///
 /// ```no_run
 /// use flashcore::gpu::{Buffer, CombineProblem, CombineTensors, Gpu};
@@ -253,7 +255,7 @@ pub(super) type Key = (CombineProblem, Steps);
 #[derive(Debug)]
 pub struct CombinePlan {
     problem: CombineProblem,
-    /// None where there is nothing to do.
+    /// `None` where there are no rows.
     executable: Option<Executable>,
 }
 
@@ -269,10 +271,11 @@ impl CombinePlan {
         Ok(CombinePlan { problem: *problem, executable })
     }
 
-    /// Puts it on a stream of the plan's device. Neither allocates nor waits.
+    /// Enqueues the combination on a stream of the plan's device. Neither allocates nor
+    /// synchronizes.
     ///
-    /// That the addresses are right is the caller's business: what goes wrong on the device is
-    /// reported by the stream, when it is next waited for.
+    /// The caller is responsible for valid addresses: a fault on the device is reported by the
+    /// stream when it is next waited for.
     pub fn launch(&self, stream: &Stream, tensors: &CombineTensors) -> Result<(), GpuError> {
         tensors.validate(&self.problem)?;
         match &self.executable {
@@ -316,7 +319,7 @@ impl Kept for CombinePlan {
 }
 
 impl Gpu {
-    /// Puts combining on a stream, by the plan that is kept for such calls.
+    /// Enqueues a combination on a stream, with the cached plan for such calls.
     pub fn combine(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
-//! Launches that are compiled and bound, ready for a stream: whatever the family.
+//! The launches of a plan, compiled and bound, for every family.
 //!
-//! What does not depend on where tensors are is bound once. A launch puts the addresses of its
-//! tensors, lists and workspace in their places, those that are not what they were the last time.
+//! Arguments that do not depend on addresses are bound once. A launch sets the addresses of its
+//! tensors, lists and workspace, but only those that changed since the last launch.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -14,12 +14,12 @@ use super::{Compilation, Gpu, GpuError, Kernel, lock};
 use crate::family::{Choice, Memory};
 use crate::plan::{Launch, Map, Source, Value};
 
-/// Where the sources of a launch are.
+/// The addresses of a call's sources.
 pub(super) trait Addresses {
-    /// The address; nothing where the call has none.
+    /// Returns the address of a source; `None` where the call does not have it.
     fn address(&self, source: Source) -> Option<DeviceAddress>;
 
-    /// An extent or a stride of a tensor that a function loads from; nothing where there is none.
+    /// Returns an extent or a stride of a captured tensor; zero where there is none.
     fn captured(&self, _: Captured) -> u64 {
         0
     }
@@ -30,29 +30,29 @@ pub(super) struct Executable {
     steps: Vec<Step>,
     prepared: usize,
     main: usize,
-    /// Memory that nobody writes to.
+    /// Memory of the plan that no launch writes to.
     constant: Vec<(Source, Buffer)>,
-    /// In workspaces of the plan's own, and in those of the GPU.
+    /// Workspaces that belong to this plan, and those shared by all plans of the GPU.
     own: Need,
     shared: Need,
-    /// Arguments of earlier launches, which nobody is launching now: as many come to be as threads
-    /// launch at the same time.
+    /// Arguments of earlier launches, for reuse by the next one. There are as many sets as threads
+    /// have launched at the same time.
     idle: Mutex<Vec<Vec<Option<Bound>>>>,
-    /// A graph that captured a launch holds another one.
+    /// Cloned by every graph that captures a launch, so that the count tells whether one exists.
     graph: Arc<()>,
 }
 
-/// A compiled kernel and what it is passed.
+/// A compiled kernel and its arguments.
 #[derive(Debug)]
 struct Step {
     kernel: Arc<Kernel>,
     blocks: u32,
     values: Vec<Value>,
-    /// What it makes that a caller may bring.
+    /// The lists that this step writes, where the caller may pass them instead.
     makes: Option<Source>,
-    /// The parameters that are addresses or tensor maps, by their index.
+    /// Indices of the parameters that are addresses or tensor maps, with their sources.
     moving: Vec<(usize, Source)>,
-    /// Those that are extents and strides of tensors that functions load from.
+    /// Indices of the parameters that are extents and strides of captured tensors.
     captured: Vec<(usize, Captured)>,
 }
 
@@ -63,19 +63,19 @@ struct Bound {
     addresses: Vec<DeviceAddress>,
 }
 
-/// Which launches are made.
+/// Which launches of a plan are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    /// All of them.
+    /// All launches.
     All,
-    /// Those that depend on lengths alone.
+    /// The launches that depend on lengths and masks only.
     Preparation,
-    /// The others.
+    /// The remaining launches.
     Computation,
 }
 
 impl Executable {
-    /// Compiles the kernels of a choice and binds what can be bound.
+    /// Compiles the kernels of a choice and binds every argument that is not an address.
     pub(super) fn new(
         gpu: &Gpu,
         choice: &Choice,
@@ -121,8 +121,8 @@ impl Executable {
         })
     }
 
-    /// Puts launches on a stream. Does not wait; allocates a workspace at the first launch on a
-    /// stream, where there is one.
+    /// Enqueues launches on a stream. Does not synchronize; the first launch on a stream allocates
+    /// its workspace, where there is one.
     pub(super) fn launch(
         &self,
         stream: &Stream,
@@ -135,7 +135,7 @@ impl Executable {
         }
         let own = self.own.on(stream, recording.as_ref())?;
         let shared = self.shared.on(stream, recording.as_ref())?;
-        // Launches that belong together stay together on the stream.
+        // The locks keep launches that share a workspace together on the stream.
         let held = [own.as_deref().map(lock), shared.as_deref().map(lock)];
         let idle = lock(&self.idle).pop();
         let mut bound = idle.unwrap_or_else(|| vec![None; self.steps.len()]);
@@ -162,8 +162,9 @@ impl Executable {
         Ok(())
     }
 
-    /// Whether lists are made by a part of the launches: for a preparation in the caller's memory, and otherwise where
-    /// neither the caller nor the plan has some.
+    /// Tells whether a step that writes lists runs. In a preparation it does where the caller
+    /// brings memory for the lists, or the plan has no constant lists; otherwise it does where
+    /// neither the caller nor the plan has lists.
     fn is_made(&self, source: Source, part: Part, addresses: &impl Addresses) -> bool {
         let brought = addresses.address(source).is_some();
         let constant = self.constant.iter().any(|(of, _)| *of == source);
@@ -185,30 +186,30 @@ impl Executable {
         own.or_else(written).unwrap_or(DeviceAddress(0))
     }
 
-    /// How the attention kernel's binary was come by.
+    /// Returns how the attention kernel's binary was obtained.
     pub(super) fn compilation(&self) -> &Compilation {
         self.kernel().compilation()
     }
 
-    /// The compiled attention kernel.
+    /// Returns the compiled attention kernel.
     pub(super) fn kernel(&self) -> &Kernel {
         &self.steps[self.main].kernel
     }
 
-    /// Device memory besides the kernels, but for what plans share.
+    /// Returns the device memory besides the kernels and the workspaces that plans share.
     pub(super) fn device_bytes(&self) -> u64 {
         let constant: u64 = self.constant.iter().map(|(_, buffer)| buffer.bytes()).sum();
         constant + self.own.device_bytes()
     }
 
-    /// Whether a graph may launch it again at any time.
+    /// Tells whether a graph holds a launch of this plan.
     pub(super) fn is_captured(&self) -> bool {
         Arc::strong_count(&self.graph) > 1
     }
 }
 
 impl Step {
-    /// All arguments.
+    /// Binds all arguments, except the extents and strides of captured tensors.
     fn bind(
         &self,
         stream: &Stream,
@@ -236,7 +237,7 @@ impl Step {
         Ok(Bound { arguments, addresses })
     }
 
-    /// The same with the extents and strides of this call.
+    /// Sets the extents and strides of this call's captured tensors.
     fn bind_captured(
         &self,
         mut bound: Bound,
@@ -245,7 +246,7 @@ impl Step {
         for (index, captured) in &self.captured {
             let number = addresses.captured(*captured);
             match captured.part {
-                // Extents that do not fit were refused.
+                // Extents beyond 32 bits were refused.
                 CapturedPart::Extent(_) => bound.arguments.set(*index, number as u32)?,
                 _ => bound.arguments.set(*index, number)?,
             }
@@ -253,8 +254,8 @@ impl Step {
         Ok(bound)
     }
 
-    /// The arguments of the last launch, with those whose address has moved made anew. On an error
-    /// they are half changed, and given up.
+    /// Replaces the arguments whose address has changed since the last launch. On an error the
+    /// arguments are dropped, since some of them may have changed already.
     fn rebind(
         &self,
         stream: &Stream,
@@ -284,7 +285,7 @@ fn encode(stream: &Stream, map: &Map, address: DeviceAddress) -> Result<TensorMa
         })
 }
 
-/// The memory that a kernel fills, where a caller may bring that.
+/// Returns the lists that a kernel writes, where the caller may pass them instead.
 fn made_by(kernel: &Configuration) -> Option<Source> {
     match kernel {
         Configuration::BlockFinder(_) | Configuration::BlockLister(_) => {

@@ -1,4 +1,4 @@
-//! From a configuration to a kernel on the device, ready to launch: built, compiled and kept.
+//! Compilation: from a configuration to a kernel on the device, built, compiled and kept.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -12,40 +12,41 @@ use ptx::{Compiler, ParameterKind, Program, Type};
 
 use super::{Gpu, GpuError, lock};
 
-/// How hard the compiler tries: as the assembler does in the tests of registers and spills.
+/// Optimization level of the compiler: the same as in the tests of registers and spills.
 pub(super) const LEVEL: OptimizationLevel = OptimizationLevel::O3;
 
-/// How kernels that the cache does not have are compiled.
+/// How kernels that are not in the cache are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Before the first use. For measuring, where every launch must be of the same machine code.
+    /// The full form before the first use. For measurements, where every launch must run the same
+    /// machine code.
     AtOnce,
-    /// Where a kernel has a compact form, that one before the first use, and the full one by a
-    /// thread beside it: launches take it as soon as it is there. Both give the same results.
-    /// Where the driver's compiler cannot be called beside the driver, at once.
+    /// Where a kernel has a compact form, that form before the first use, and the full form on a
+    /// background thread; launches use it as soon as it is ready. Both forms give the same results.
+    /// Where the driver's compiler cannot be called on its own, the full form before the first use.
     #[default]
     CompactFirst,
 }
 
-/// Where a kernel will be once it is compiled.
+/// Holds a kernel once it is compiled.
 pub(super) type Slot = Arc<Mutex<Option<Arc<Kernel>>>>;
 
-/// A compiled kernel.
+/// A compiled kernel, in one or two forms.
 #[derive(Debug)]
 pub struct Kernel {
-    /// What runs until `full` is there.
+    /// The form that runs until `full` is ready.
     compact: OnceLock<Binary>,
     full: OnceLock<Binary>,
     parameters: Vec<ptx::Parameter>,
 }
 
-/// One form of a kernel as the compiler takes it.
+/// One form of a kernel as a program and its PTX text.
 struct Source {
     program: Program,
     ptx: String,
 }
 
-/// One form of a kernel, on the device.
+/// One form of a kernel, loaded on the device.
 #[derive(Debug)]
 struct Binary {
     function: Function,
@@ -53,22 +54,22 @@ struct Binary {
     compilation: Compilation,
 }
 
-/// How a kernel's binary was come by.
+/// How the binary of a kernel was obtained.
 #[derive(Debug, Clone)]
 pub struct Compilation {
-    /// Whether it is the compact form, and the full one is still being compiled.
+    /// Whether it is the compact form, while the full form is still being compiled.
     pub compact: bool,
-    /// Milliseconds, from the cache or from the compiler.
+    /// Time in milliseconds to compile it, or to read it from the cache.
     pub milliseconds: f64,
-    /// Whether the cache had it.
+    /// Whether it came from the cache.
     pub cached: bool,
-    /// What the cache has to complain about, and what the compiler says costs speed.
+    /// Failures of the cache, and performance warnings of the compiler.
     pub warnings: Vec<String>,
 }
 
 impl Gpu {
-    /// A kernel, built and compiled the first time; one that has a compact form by the GPU's
-    /// [`Policy`].
+    /// Returns a kernel, which is built and compiled at the first request; one with a compact form
+    /// according to the GPU's [`Policy`].
     pub fn compiled(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
         let slot = lock(&self.kernels).entry(*configuration).or_default().clone();
         let mut kernel = lock(&slot);
@@ -94,17 +95,17 @@ impl Gpu {
         Ok(kernel?)
     }
 
-    /// A program of anybody's, compiled.
+    /// Compiles a program that the caller built.
     pub fn compiled_program(&self, program: Program) -> Result<Arc<Kernel>, GpuError> {
         let source = Source::new(program, self.compiler());
         Ok(Kernel::at_once(&self.device, &self.cache, &source)?)
     }
 
-    /// Waits until every kernel that was asked for is compiled in its full form.
+    /// Waits until every requested kernel is compiled in its full form.
     pub fn finish_compiling(&self) {
         let compilers = std::mem::take(&mut *lock(&self.compilers));
         for compiler in compilers {
-            // A compiler that panicked leaves the compact form in place.
+            // A thread that panicked leaves the compact form in place.
             let _ = compiler.join();
         }
     }
@@ -116,7 +117,7 @@ impl Kernel {
         Kernel { compact: OnceLock::new(), full: OnceLock::new(), parameters }
     }
 
-    /// Of a cubin of its full form.
+    /// Loads a cubin of the full form.
     fn loaded(device: &Device, source: &Source, cubin: &Cubin) -> cuda::Result<Arc<Self>> {
         let kernel = Kernel::new(source);
         let binary = Binary::load(device, source, cubin, false)?;
@@ -124,19 +125,19 @@ impl Kernel {
         Ok(Arc::new(kernel))
     }
 
-    /// Compiles it, or takes it from the cache.
+    /// Compiles the full form, or takes it from the cache.
     fn at_once(device: &Device, cache: &Cache, source: &Source) -> cuda::Result<Arc<Self>> {
         Kernel::loaded(device, source, &source.compile(device, cache)?)
     }
 
-    /// Takes it from the cache, if it is there.
+    /// Takes the full form from the cache, if it is there.
     fn cached(device: &Device, cache: &Cache, source: &Source) -> cuda::Result<Option<Arc<Self>>> {
         let cubin = device.cached(&source.ptx, LEVEL, cache);
         cubin.map(|cubin| Kernel::loaded(device, source, &cubin)).transpose()
     }
 
-    /// Compiles the compact form, or takes it from the cache, and the full form on a thread beside
-    /// it, which is handed back.
+    /// Compiles the compact form, or takes it from the cache, while a new thread compiles the full
+    /// form. Returns the kernel and that thread.
     fn compact_first(
         device: &Device,
         cache: &Cache,
@@ -158,16 +159,16 @@ impl Kernel {
             kernel.compact.get_or_init(|| binary);
             kernel
         });
-        // Whoever keeps the GPU in a static never drops it, and does not wait by that.
+        // A GPU in a static is never dropped, so its drop does not wait for the thread: exit does.
         Unfinished::finish_before_exit();
         (kernel, beside)
     }
 
-    /// Compiles the full form.
+    /// Compiles and loads the full form.
     fn complete(self: Arc<Self>, device: Device, cache: Cache, full: Source) {
-        // Loading the module must not break a capture that is under way elsewhere.
+        // Loading a module must not invalidate a stream capture on another thread.
         let _relaxed = RelaxedCapture::begin();
-        // If it does not compile, the compact form stays, and the next process tries again.
+        // If compilation fails, the compact form stays, and the next process tries again.
         let compiled = full.compile(&device, &cache);
         let loaded = compiled.and_then(|cubin| Binary::load(&device, &full, &cubin, false));
         if let Ok(binary) = loaded {
@@ -175,37 +176,37 @@ impl Kernel {
         }
     }
 
-    /// The best binary so far.
+    /// Returns the full form if it is ready, otherwise the compact one.
     fn best(&self) -> &Binary {
         let best = self.full.get().or(self.compact.get());
         best.expect("a kernel is handed out with one of its binaries")
     }
 
-    /// Puts a launch of `blocks` blocks on a stream.
+    /// Enqueues a launch of `blocks` thread blocks on a stream.
     pub fn launch(&self, stream: &Stream, blocks: u32, arguments: &Arguments) -> cuda::Result<()> {
         let Binary { function, launch, .. } = self.best();
         let launch = Launch { grid: [blocks, 1, 1], ..*launch };
         function.launch(stream, &launch, arguments)
     }
 
-    /// Registers, local memory and so on, as the driver reports them.
+    /// Returns the registers, local memory and other attributes that the driver reports.
     pub fn attributes(&self) -> FunctionAttributes {
         self.best().function.attributes()
     }
 
-    /// How the binary that a launch takes now was come by.
+    /// Returns how the binary that a launch would use now was obtained.
     pub fn compilation(&self) -> &Compilation {
         &self.best().compilation
     }
 
-    /// Its parameters, in order.
+    /// Returns the parameters, in order.
     pub fn parameters(&self) -> &[ptx::Parameter] {
         &self.parameters
     }
 }
 
 impl Source {
-    /// Prints a program, once for all that is asked about it.
+    /// Prints a program to PTX.
     fn new(program: Program, compiler: Compiler) -> Self {
         let ptx = ptx::print_for(&program, compiler);
         Source { program, ptx }
@@ -241,13 +242,13 @@ impl Binary {
     }
 }
 
-/// The compiler's notes on what will be slow: a spill is not among them, see
+/// Returns the compiler's performance warnings. Spills are not among them: see
 /// [`Kernel::attributes`].
 fn losses(log: &str) -> impl Iterator<Item = &str> {
     log.lines().filter(|line| line.contains("Potential Performance Loss"))
 }
 
-/// The parameters of a program as the driver layer names them.
+/// Returns the parameter types of a program in the terms of the driver layer.
 fn signature(program: &Program) -> Vec<Parameter> {
     let of = |parameter: &ptx::Parameter| match &parameter.kind {
         ParameterKind::Scalar(Type::F32) => Parameter::F32,

@@ -1,4 +1,4 @@
-//! Lists of numbers on the device.
+//! Lists and captured tensors of a call, copied to the device.
 
 use cuda::{Buffer, DeviceAddress};
 use kernels::attention::function::TensorSpec;
@@ -8,7 +8,7 @@ use super::{CapturedTensor, DeviceTensor, Gpu, GpuError, Tensors};
 use crate::inputs::Inputs;
 use crate::problem::Problem;
 
-/// Lists that were copied to the device, and stay there as long as this.
+/// Lists on the device, freed when this is dropped.
 #[derive(Debug)]
 pub struct DeviceLists<'a> {
     gpu: &'a Gpu,
@@ -16,25 +16,25 @@ pub struct DeviceLists<'a> {
 }
 
 impl<'a> DeviceLists<'a> {
-    /// No lists yet.
+    /// Starts without any list.
     pub fn new(gpu: &'a Gpu) -> Self {
         DeviceLists { gpu, buffers: Vec::new() }
     }
 
-    /// Whole numbers, of 32 bits each.
+    /// Copies integers, 32 bits each, and returns their address.
     pub fn numbers(&mut self, values: &[usize]) -> Result<DeviceAddress, GpuError> {
         let words: Vec<u8> =
             values.iter().flat_map(|value| (*value as u32).to_le_bytes()).collect();
         self.bytes(&words)
     }
 
-    /// Numbers of 32 bits each.
+    /// Copies f32 numbers and returns their address.
     pub fn floats(&mut self, values: &[f32]) -> Result<DeviceAddress, GpuError> {
         let words: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.bytes(&words)
     }
 
-    /// Bytes as they are.
+    /// Copies bytes and returns their address.
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<DeviceAddress, GpuError> {
         let buffer = self.gpu.upload(bytes)?;
         let address = buffer.address();
@@ -42,7 +42,8 @@ impl<'a> DeviceLists<'a> {
         Ok(address)
     }
 
-    /// What a call has beside its tensors: where sequences lie, slopes, sinks and descale factors.
+    /// Copies everything that a call has beside its tensors (placements of sequences, slopes,
+    /// sinks, captured tensors, descale factors) and sets the addresses in `tensors`.
     pub fn of_call(
         &mut self,
         problem: &Problem,
@@ -64,7 +65,7 @@ impl<'a> DeviceLists<'a> {
             for (dimension, (extent, stride)) in
                 tensor.extents.iter().zip(&tensor.strides).enumerate()
             {
-                // What does not fit was refused with the inputs.
+                // Extents that do not fit were refused when the inputs were validated.
                 extents[dimension] = *extent as u32;
                 strides[dimension] = *stride as u64;
             }
@@ -80,7 +81,7 @@ impl<'a> DeviceLists<'a> {
         Ok(())
     }
 
-    /// The memory itself.
+    /// Returns the buffers, so that they outlive this.
     pub fn into_buffers(self) -> Vec<Buffer> {
         self.buffers
     }

@@ -1,20 +1,20 @@
-//! The device: a GPU, its compiled kernels, and plans ready to launch.
+//! The device API: a GPU, its compiled kernels, and plans ready to launch.
 //!
-//! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device already
-//! describes the call with a [`Problem`](crate::Problem) and [`Tensors`] and calls [`Gpu::attend`],
-//! or makes an [`AttentionPlan`] and launches it on a stream of their own.
+//! [`Machine`](crate::Machine) takes tensors in host memory. A program whose tensors are on the
+//! device describes the call with a [`Problem`](crate::Problem) and [`Tensors`] and calls
+//! [`Gpu::attend`], or makes an [`AttentionPlan`] and launches it on its own stream.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `attention` | plans of attention |
-//! | `append`, `combine` | plans of what goes with it |
+//! | `attention` | plans of attention, forward and backward |
+//! | `append`, `combine` | plans of the serving kernels around attention |
 //! | `tensors` | what a launch of attention reads and writes |
-//! | `executable` | launches that are compiled and bound, whatever the family |
-//! | `workspace` | memory that launches write to, one for each stream |
+//! | `executable` | compiled launches with their arguments bound, for every family |
+//! | `workspace` | scratch memory of launches, one per stream |
 //! | `plans` | the cache of plans |
-//! | `backend` | attention over tensors in host memory |
-//! | `kernel`, `warm` | compiling |
-//! | `lists`, `guarded` | lists and guarded results on the device |
+//! | `backend`, `backward` | attention and gradients over tensors in host memory |
+//! | `kernel`, `warm` | compilation |
+//! | `lists`, `guarded` | lists on the device, and results between guard zones |
 
 mod append;
 mod attention;
@@ -56,83 +56,83 @@ use self::kernel::Slot;
 use self::plans::Plans;
 use self::workspace::Workspaces;
 
-/// One GPU with a stream of ours and the kernels compiled for it so far.
+/// One GPU with a stream of its own and the kernels compiled for it so far.
 #[derive(Debug)]
 pub struct Gpu {
     device: Device,
     stream: Stream,
     cache: Cache,
     policy: Policy,
-    /// Each under a lock of its own, so that two threads do not compile the same.
+    /// Compiled kernels. Each has its own lock, so that two threads do not compile the same one.
     kernels: Mutex<HashMap<Configuration, Slot>>,
-    /// Threads that compile the full form of kernels.
+    /// Threads that compile the full form of kernels in the background.
     compilers: Mutex<Vec<JoinHandle<()>>>,
     attention: Plans<attention::Key, AttentionPlan>,
     appending: Plans<append::Key, AppendPlan>,
     combining: Plans<combine::Key, CombinePlan>,
-    /// What plans share.
+    /// Scratch memory that the plans of this GPU share.
     workspaces: Arc<Workspaces>,
-    /// Memory for log-sum-exps that nobody asked for. The kernels write them anyway; that several
-    /// launches write to one place does no harm, since it is never read. A graph may know a
-    /// buffer's address, so none is given back; each is at least twice as large as the last.
+    /// Memory for log-sum-exps that the caller did not ask for: kernels write them anyway, and
+    /// since they are never read, concurrent launches may write to the same place. A graph may hold
+    /// a buffer's address, so buffers are never freed; each is at least twice as large as the last.
     unread: Mutex<Vec<Buffer>>,
 }
 
-/// Why a GPU did not do what it was asked.
+/// Why a GPU operation failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GpuError {
-    /// The driver refused or failed.
+    /// A call to the driver failed.
     #[error(transparent)]
     Driver(#[from] cuda::Error),
-    /// There is no such kernel.
+    /// No kernel can be built for the configuration.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
-    /// The problem is beyond what a kernel can count.
+    /// A size exceeds what the kernel can count.
     #[error("{what} is too large for the GPU kernel")]
     TooLarge {
-        /// What is too large.
+        /// The size that is too large.
         what: &'static str,
     },
-    /// The kernel does not serve the problem.
+    /// The requested kernel does not serve the problem.
     #[error("the {kernel} kernel does not serve this problem: {reason}")]
     Unsupported {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Why not.
+        /// Why it does not serve the problem.
         reason: String,
     },
-    /// A tensor cannot be given to the kernel as it lies in memory.
+    /// The kernel cannot read or write a tensor with this address or these strides.
     #[error("the {tensor} tensor: {reason}")]
     Tensor {
-        /// Its role.
+        /// Role of the tensor.
         tensor: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with its address or strides.
         reason: String,
     },
-    /// A kernel has a parameter that nobody sets: a bug of ours.
+    /// A kernel has a parameter that no argument was bound to: a bug in this crate.
     #[error("{0}")]
     Binding(String),
-    /// A kernel wrote where it must not: a bug of ours.
+    /// A kernel wrote outside of its results: a bug in this crate.
     #[error("the kernel wrote {place}")]
     Trespass {
-        /// Where.
+        /// Where it wrote.
         place: String,
     },
 }
 
 impl Gpu {
-    /// Opens a GPU of this machine, with the cache that the environment names.
+    /// Opens a GPU of this machine, with the kernel cache that the environment names.
     pub fn open(ordinal: u32) -> Result<Self, GpuError> {
         Gpu::with_cache(ordinal, Cache::from_environment())
     }
 
-    /// Opens a GPU with a given cache.
+    /// Opens a GPU with a given kernel cache.
     pub fn with_cache(ordinal: u32, cache: Cache) -> Result<Self, GpuError> {
         Gpu::with_policy(ordinal, cache, Policy::default())
     }
 
-    /// Opens a GPU with a given cache and way of compiling.
+    /// Opens a GPU with a given kernel cache and compilation policy.
     pub fn with_policy(ordinal: u32, cache: Cache, policy: Policy) -> Result<Self, GpuError> {
         let device = Device::open(ordinal)?;
         let stream = Stream::new(&device)?;
@@ -151,48 +151,48 @@ impl Gpu {
         })
     }
 
-    /// What the driver says of it.
+    /// Returns what the driver reports about the GPU.
     pub fn info(&self) -> &DeviceInfo {
         self.device.info()
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The stream that work is put on.
+    /// Returns the stream that belongs to this GPU.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The cache of compiled kernels.
+    /// Returns the cache of compiled kernels.
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
 
-    /// How kernels are compiled.
+    /// Returns how kernels are compiled.
     pub fn policy(&self) -> Policy {
         self.policy
     }
 
-    /// Its size.
+    /// Returns the properties that planning depends on.
     pub fn chip(&self) -> Chip {
         Chip::of(self.info())
     }
 
-    /// What programs can be built for: everything the device has.
+    /// Returns the PTX target with all features of the device.
     pub fn target(&self) -> Target {
         self.chip().target
     }
 
-    /// The compiler in the driver: what texts are printed for.
+    /// Returns the compiler in the driver, for which PTX is printed.
     pub fn compiler(&self) -> Compiler {
         let version = self.info().driver.version;
         Compiler::of_cuda(version.major, version.minor)
     }
 
-    /// Memory that nobody reads.
+    /// Returns memory of at least `bytes` for results that are never read.
     fn unread(&self, bytes: u64) -> Result<DeviceAddress, GpuError> {
         let mut buffers = lock(&self.unread);
         if let Some(buffer) = buffers.last().filter(|buffer| buffer.bytes() >= bytes) {
@@ -206,14 +206,14 @@ impl Gpu {
         Ok(address)
     }
 
-    /// A buffer with these bytes; never empty, so that it has an address.
+    /// Copies bytes to a new buffer of at least 16 bytes, so that even an empty one has an address.
     pub fn upload(&self, bytes: &[u8]) -> Result<Buffer, GpuError> {
         let buffer = Buffer::new(&self.device, (bytes.len() as u64).max(16))?;
         self.stream.upload(bytes, buffer.slice(0..bytes.len() as u64)?)?;
         Ok(buffer)
     }
 
-    /// Milliseconds that the GPU spends on what `work` puts on the stream.
+    /// Returns the milliseconds that the GPU spends on what `work` puts on the stream.
     pub fn time(&self, work: impl FnOnce() -> Result<(), GpuError>) -> Result<f64, GpuError> {
         let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
         start.record(&self.stream)?;
@@ -225,14 +225,15 @@ impl Gpu {
 }
 
 impl Drop for Gpu {
-    /// A thread inside the driver while the process ends would crash it.
+    /// Joins the compiling threads: a thread inside the driver while the process ends would crash
+    /// it.
     fn drop(&mut self) {
         self.finish_compiling();
     }
 }
 
 impl DeviceTensor {
-    /// Refuses an address or strides that are no multiple of so many bytes.
+    /// Refuses an address or strides that are not a multiple of `bytes`.
     fn aligned(&self, tensor: &'static str, element: usize, bytes: usize) -> Result<(), GpuError> {
         let DeviceTensor { address, strides } = self;
         let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });

@@ -1,5 +1,5 @@
-//! Plans by what they depend on: made at the first call of a kind, found again at the next. This is
-//! the one cache of plans, whoever calls.
+//! The cache of plans: a plan is made at the first call of its kind and found again at the next.
+//! Each GPU has one cache, which all front ends share.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
@@ -10,24 +10,24 @@ use cuda::RelaxedCapture;
 
 use super::lock;
 
-/// A plan that can be kept.
+/// A plan that can be cached.
 pub(super) trait Kept {
-    /// Device memory that it holds.
+    /// Returns the device memory that it holds.
     fn device_bytes(&self) -> u64;
-    /// Whether a graph may launch it again at any time: it stays.
+    /// Tells whether a graph may launch it again at any time; such a plan is never evicted.
     fn is_captured(&self) -> bool;
 }
 
-/// Plans that are kept of one sort, besides those that must stay.
+/// Maximum number of cached plans of one kind, besides captured ones.
 const MOST: usize = 1024;
-/// Device memory that they may hold before the oldest make room.
+/// Device memory that they may hold before the least recently used ones are evicted.
 const MOST_BYTES: u64 = 1 << 29;
 
-/// Plans of one sort. Those that were not used for long make room for others.
+/// The cached plans of one kind. The least recently used ones are evicted.
 #[derive(Debug)]
 pub(super) struct Plans<K, P> {
     kept: Mutex<HashMap<K, Entry<P>, BuildHasherDefault<Mixer>>>,
-    /// Counts calls, to tell which plans were not used for long.
+    /// Counts lookups, as the time for the least-recently-used order.
     clock: AtomicU64,
 }
 
@@ -44,7 +44,7 @@ impl<K, P> Default for Plans<K, P> {
 }
 
 impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
-    /// The plan of an earlier call.
+    /// Looks up a plan.
     fn find(&self, key: &K) -> Option<Arc<P>> {
         let mut plans = lock(&self.kept);
         let entry = plans.get_mut(key)?;
@@ -52,7 +52,7 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         Some(entry.plan.clone())
     }
 
-    /// The plan of an earlier call, or one that is made and kept: also while a stream is captured.
+    /// Looks up a plan, or makes and caches one. Works during stream capture too.
     pub(super) fn find_or_make<E: From<cuda::Error>>(
         &self,
         key: K,
@@ -63,13 +63,13 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         }
         let _relaxed = RelaxedCapture::begin()?;
         let plan = make(&key)?;
-        // Old ones are dropped under the relaxed mode.
+        // Evicted plans are dropped while the relaxed capture mode is in force.
         let (plan, _old) = self.keep(key, plan);
         Ok(plan)
     }
 
-    /// Keeps a plan, unless another thread was faster: gives the one that is kept, and those that
-    /// had to go. Dropping them may make the host wait for the device.
+    /// Caches a plan, unless another thread was faster. Returns the cached plan and the evicted
+    /// ones, whose drop may synchronize with the device.
     fn keep(&self, key: K, plan: P) -> (Arc<P>, Vec<Arc<P>>) {
         let mut plans = lock(&self.kept);
         let bytes: u64 = plans.values().map(|entry| entry.plan.device_bytes()).sum();
@@ -80,7 +80,7 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
                 .filter(|(_, entry)| !entry.plan.is_captured())
                 .map(|(key, entry)| (entry.used, key.clone()))
                 .collect();
-            // A quarter at a time, so that it happens rarely.
+            // A quarter at a time, so that evictions are rare.
             ages.sort_by_key(|(used, _)| *used);
             let oldest = ages.len().div_ceil(4);
             let oldest = ages.into_iter().take(oldest);
@@ -96,8 +96,8 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
     }
 }
 
-/// Hashes a key word by word. Keys come from the program itself, so nobody gains by making them
-/// collide.
+/// A fast hash function. Keys come from the program itself, so resistance to crafted collisions is
+/// not needed.
 #[derive(Debug, Default)]
 pub(super) struct Mixer(u64);
 

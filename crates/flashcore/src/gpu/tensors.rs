@@ -1,4 +1,4 @@
-//! What a launch of attention reads and writes.
+//! The tensors and lists that a launch of attention reads and writes.
 
 use cuda::DeviceAddress;
 use kernels::attention::function::{Kind, TensorSpec};
@@ -11,20 +11,20 @@ use crate::plan::{Arrangement, GradientStrides, Source};
 use crate::problem::{Descale, Descales, Pass, Problem, Storage};
 use crate::tensor::{Layout, Strides, TensorError};
 
-/// A tensor on the device, logically (batch, length, heads, dim). The dim is contiguous.
+/// A tensor on the device, logically (batch, length, heads, dim). The last dimension is contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceTensor {
-    /// Its first element.
+    /// Address of its first element.
     pub address: DeviceAddress,
-    /// Distances in elements.
+    /// Distances between neighbours along the first three dimensions, in elements.
     pub strides: Strides,
 }
 
 /// The tensors and lists of one call, on the device.
 ///
-/// Lists have a 32-bit number for each sequence, starts one more. They are read on the device when
-/// the launch runs, and whatever they hold is cut there to what the problem says. Which of them
-/// there are, the problem's [`Storage`] and [`Lists`](crate::Lists) say.
+/// Lists hold one 32-bit number per sequence, lists of starts one more. They are read on the device
+/// when the launch runs, and out-of-range entries are clamped there to the bounds of the problem.
+/// The problem's [`Storage`] and [`Lists`](crate::Lists) determine which lists must be given.
 ///
 /// | here | in FlashAttention |
 /// | --- | --- |
@@ -35,71 +35,72 @@ pub struct DeviceTensor {
 /// | `block_table` | `block_table` or `page_table` |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tensors {
-    /// The queries, of the problem's [`query_shape`](Problem::query_shape).
+    /// The queries, with the shape [`Problem::query_shape`].
     pub query: DeviceTensor,
-    /// The keys, of the problem's [`key_shape`](Problem::key_shape).
+    /// The keys, with the shape [`Problem::key_shape`].
     pub key: DeviceTensor,
-    /// The values, of the keys' shape but for the dim.
+    /// The values, with the keys' shape but for the dim.
     pub value: DeviceTensor,
-    /// Where the output goes, of the queries' shape; must not overlap the others. Rows that are no
-    /// query of a sequence are not written.
+    /// Receives the output, of the queries' shape with the value head dim; it must not overlap the
+    /// other tensors. Rows that are not a query of a sequence are not written.
     pub output: DeviceTensor,
-    /// Where the log-sum-exps go, in f32 without gaps: (sequences, query heads, queries), and for
-    /// packed queries (query heads, rows), as FlashAttention has them. Nowhere, where the problem
-    /// does not want them.
+    /// Receives the log-sum-exps, contiguous in f32: (sequences, query heads, queries), or (query
+    /// heads, rows) for packed queries, as in FlashAttention. `None` where the problem does not
+    /// want them.
     pub lse: Option<DeviceAddress>,
-    /// Where each sequence's queries begin, and where the last end.
+    /// Start of each sequence's queries, and the end of the last.
     pub query_starts: Option<DeviceAddress>,
-    /// Queries of each sequence. The last one stands at the last key.
+    /// Number of queries of each sequence. The last query has the position of the last key.
     pub query_lengths: Option<DeviceAddress>,
-    /// Where each sequence's keys begin, and where the last end.
+    /// Start of each sequence's keys, and the end of the last.
     pub key_starts: Option<DeviceAddress>,
-    /// Keys of each sequence, left padding included.
+    /// Number of keys of each sequence, left padding included.
     pub key_lengths: Option<DeviceAddress>,
-    /// Positions of each sequence that are no part of it.
+    /// Number of positions at the start of each sequence that are skipped.
     pub left_padding: Option<DeviceAddress>,
-    /// The batch entry of each sequence.
+    /// Batch entry of each sequence.
     pub batch_index: Option<DeviceAddress>,
-    /// The pages of each sequence, row after row.
+    /// Pages of each sequence, one row per sequence.
     pub block_table: Option<DeviceAddress>,
-    /// ALiBi slopes in f32: of each query head, or of each sequence and query head.
+    /// ALiBi slopes in f32: one per query head, or one per sequence and query head.
     pub slopes: Option<DeviceAddress>,
-    /// Sinks in f32, one for each query head.
+    /// Sinks in f32, one per query head.
     pub sinks: Option<DeviceAddress>,
-    /// Descale factors of 8-bit queries, keys and values, in f32, of the problem's
-    /// [`descale_shapes`](Problem::descale_shapes).
+    /// Descale factors of 8-bit queries, keys and values, in f32, with the shapes
+    /// [`Problem::descale_shapes`].
     pub descales: Descales<Option<DeviceTensor>>,
-    /// Backward, the gradients. The output and the log-sum-exps are read then, not written.
+    /// The gradients, in the backward pass. The output and the log-sum-exps are then read, not
+    /// written.
     pub gradients: Option<Gradients>,
-    /// What functions load from.
+    /// The tensors that functions load from.
     pub captured: CapturedTensors,
-    /// Lists of key blocks in the place of the plan's own, as
-    /// [`Choice::lists_over`](crate::family::Choice::lists_over) makes them: for those who know what
-    /// functions load. Where a plan [finds](crate::gpu::AttentionPlan::with_found_lists) them, where they
-    /// are from a preparation on.
+    /// Lists of key blocks to use instead of the plan's own, made by
+    /// [`Choice::lists_over`](crate::family::Choice::lists_over) from the contents of captured
+    /// tensors. For a plan that [finds its lists](crate::gpu::AttentionPlan::with_found_lists), the
+    /// memory into which a preparation writes them.
     pub block_lists: Option<DeviceAddress>,
-    /// The lists of tiles that come with them.
+    /// The lists of tiles that belong to `block_lists`.
     pub tile_lists: Option<DeviceAddress>,
 }
 
 /// A tensor on the device that a function loads from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CapturedTensor {
-    /// Its first element.
+    /// Address of its first element.
     pub address: DeviceAddress,
-    /// How far each of its dimensions goes: at least 1, at most as far as signed numbers of 32 bits.
+    /// Size of each dimension, from 1 to 2^31 - 1.
     pub extents: [u32; TensorSpec::MOST_DIMENSIONS],
-    /// Elements from an index to the next.
+    /// Distance between neighbours along each dimension, in elements.
     pub strides: [u64; TensorSpec::MOST_DIMENSIONS],
 }
 
-/// The tensors that the functions of a problem load from, in the order in which the functions have
-/// them.
+/// The tensors that the functions of a problem load from, in the order in which each function
+/// declares them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct CapturedTensors {
-    /// Those of the mask.
+    /// Tensors of the mask function.
     pub mask: [Option<CapturedTensor>; TensorSpec::MOST_TENSORS],
-    /// Those of the score.
+    /// Tensors of the score function.
     pub score: [Option<CapturedTensor>; TensorSpec::MOST_TENSORS],
 }
 
@@ -112,7 +113,7 @@ impl CapturedTensors {
         tensors.get(usize::from(index))?.as_ref()
     }
 
-    /// Puts a tensor wherever functions of a problem know its name.
+    /// Sets a tensor wherever the problem's functions declare its name.
     pub(super) fn insert(&mut self, problem: &Problem, name: &str, tensor: CapturedTensor) {
         for function in problem.functions() {
             let tensors = match function.kind() {
@@ -128,23 +129,23 @@ impl CapturedTensors {
     }
 }
 
-/// The gradient of the output, which is given, and those that are asked for.
+/// The gradient of the output, which is read, and the gradients to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Gradients {
-    /// The output's, of the output's shape.
+    /// Gradient of the output (dO), of the output's shape.
     pub output: DeviceTensor,
-    /// Where the queries' goes.
+    /// Receives the gradient of the queries (dQ).
     pub query: DeviceTensor,
-    /// Where the keys' goes.
+    /// Receives the gradient of the keys (dK).
     pub key: DeviceTensor,
-    /// Where the values' goes.
+    /// Receives the gradient of the values (dV).
     pub value: DeviceTensor,
-    /// Where the sinks' go, in f32, one for each query head, where the problem has sinks.
+    /// Receives the gradients of the sinks in f32, one per query head, where the problem has sinks.
     pub sinks: Option<DeviceAddress>,
 }
 
 impl Tensors {
-    /// Tensors without lists.
+    /// Takes tensors, without any list.
     pub fn new([query, key, value, output]: [DeviceTensor; 4], lse: Option<DeviceAddress>) -> Self {
         Tensors {
             query,
@@ -169,7 +170,7 @@ impl Tensors {
         }
     }
 
-    /// Its lists, in the order of [`List::OF_ATTENTION`].
+    /// Returns the lists, in the order of [`List::OF_ATTENTION`].
     pub fn lists_mut(&mut self) -> [&mut Option<DeviceAddress>; 9] {
         [
             &mut self.query_starts,
@@ -184,7 +185,7 @@ impl Tensors {
         ]
     }
 
-    /// Query, key, value and output without gaps in the order (batch, length, heads, dim).
+    /// Takes contiguous query, key, value and output in the order (batch, length, heads, dim).
     pub fn contiguous(
         problem: &Problem,
         addresses: [DeviceAddress; 4],
@@ -204,7 +205,7 @@ impl Tensors {
         Ok(Tensors::new(tensors, lse))
     }
 
-    /// How they lie: what a plan is made for.
+    /// Returns the strides and alignments, on which the plan depends.
     pub fn arrangement(&self) -> Arrangement {
         let Tensors { query, key, value, output, .. } = self;
         let aligned = |tensor: &DeviceTensor| tensor.address.0.is_multiple_of(COPY_BYTES);
@@ -229,7 +230,7 @@ impl Tensors {
         }
     }
 
-    /// Refuses what can be seen from the host.
+    /// Refuses missing, unexpected or misaligned tensors and lists, as far as the host can tell.
     pub(super) fn validate(&self, problem: &Problem) -> Result<(), GpuError> {
         let Problem { queries, keys, lists, scores, .. } = problem;
         let check = |tensor: &'static str, given: Option<DeviceAddress>, expected: bool| {

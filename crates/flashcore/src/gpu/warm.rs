@@ -1,4 +1,4 @@
-//! Compiling ahead of time.
+//! Compiling kernels into the cache ahead of time.
 
 use kernels::Configuration;
 use rayon::prelude::*;
@@ -8,24 +8,24 @@ use super::kernel::LEVEL;
 use super::{Gpu, GpuError};
 use crate::backend::Progress;
 
-/// A kernel that is in the cache now.
+/// A kernel that is now in the cache.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Warmed {
-    /// Its configuration.
+    /// Name of its configuration.
     pub name: String,
-    /// Whether it was there before.
+    /// Whether it was in the cache before.
     pub cached: bool,
-    /// How long that took, to compile or to read.
+    /// Time to compile it, or to read it from the cache.
     pub milliseconds: f64,
-    /// The size of the machine code.
+    /// Size of the machine code in bytes.
     pub bytes: usize,
-    /// What went wrong with the cache: the kernel may have to be compiled again.
+    /// Failures of the cache: the kernel may have to be compiled again.
     pub warnings: Vec<String>,
 }
 
 impl Gpu {
-    /// Compiles kernels into the cache, on all cores, without running them. A
-    /// later process on this machine finds them there.
+    /// Compiles kernels into the cache, on all cores, without running them. Later processes on this
+    /// machine find them there.
     pub fn warm(
         &self,
         configurations: &[Configuration],

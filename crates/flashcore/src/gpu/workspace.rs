@@ -1,8 +1,9 @@
-//! Memory that launches write to: one for each stream, since launches on two may run at the same time,
-//! and one for each capture, since its graph may run beside any stream.
+//! Scratch memory of launches: one workspace per stream, since launches on two streams may overlap,
+//! and one per capture, since its graph may run beside any stream.
 //!
-//! A plan has some of its own, for what it keeps from one launch to the next. Sums and statistics of
-//! the backward pass are large and begin anew with each call: all plans of a GPU share them.
+//! A plan owns the memory whose contents it keeps from one launch to the next. The dQ sums and row
+//! statistics of the backward pass are large and start anew in each call: all plans of a GPU share
+//! them.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,13 +14,13 @@ use super::{GpuError, lock};
 use crate::family::{Contents, Memory};
 use crate::plan::Source;
 
-/// Workspaces by their streams.
+/// Workspaces by stream and capture.
 #[derive(Debug, Default)]
 pub(super) struct Workspaces {
     all: Mutex<Vec<Entry>>,
 }
 
-/// Workspaces that are kept at most, but for those that a graph has captured.
+/// Maximum number of workspaces, besides those that a graph has captured.
 const MOST: usize = 16;
 
 #[derive(Debug)]
@@ -27,7 +28,8 @@ struct Entry {
     stream: StreamIdentity,
     capture: Option<u64>,
     held: Arc<Mutex<Held>>,
-    /// A graph that captured a launch holds another one.
+    /// Cloned by the graph that captured the launches, so that the count tells whether it still
+    /// exists.
     graph: Arc<()>,
 }
 
@@ -35,7 +37,7 @@ struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Held {
     buffers: Vec<(Source, Buffer)>,
-    /// Those that became too small during a capture: its graph knows their addresses.
+    /// Buffers that became too small during a capture: the graph holds their addresses.
     outgrown: Vec<Buffer>,
 }
 
@@ -44,7 +46,7 @@ impl Held {
         self.buffers.iter().find(|(of, _)| *of == source).map(|(_, buffer)| buffer.address())
     }
 
-    /// Makes room for so much. What becomes too small is freed, for which the host may wait.
+    /// Allocates what is missing. Buffers that are too small are freed, which may synchronize.
     fn reserve(
         &mut self,
         stream: &Stream,
@@ -56,7 +58,7 @@ impl Held {
             if at.is_some_and(|at| self.buffers[at].1.bytes() >= *bytes) {
                 continue;
             }
-            // Allocating and freeing must not break a capture that is under way, here or elsewhere.
+            // Allocating and freeing must not invalidate a stream capture on any thread.
             let _relaxed = RelaxedCapture::begin()?;
             if let Some(at) = at {
                 let (_, small) = self.buffers.swap_remove(at);
@@ -64,7 +66,8 @@ impl Held {
             }
             let buffer = Buffer::new(stream.device(), (*bytes).max(4))?;
             if *contents == Contents::Zeros {
-                // On a stream of its own: what a captured stream does happens later, and again.
+                // On another stream: work on a captured stream would run later, and once per graph
+                // launch.
                 let own = Stream::new(stream.device())?;
                 own.fill(buffer.all(), 0)?;
                 own.synchronize()?;
@@ -75,7 +78,7 @@ impl Held {
     }
 }
 
-/// What a plan needs of workspaces.
+/// The memory that a plan needs, and the workspaces in which it is allocated.
 #[derive(Debug)]
 pub(super) struct Need {
     memory: Vec<Memory>,
@@ -83,8 +86,8 @@ pub(super) struct Need {
 }
 
 impl Need {
-    /// The memory of a plan that launches write to: in workspaces of its own, and in those that it
-    /// shares with other plans.
+    /// Splits the memory that launches write to: the plan's own, and what it shares with other
+    /// plans.
     pub(super) fn of(memory: &[Memory], shared: &Arc<Workspaces>) -> (Need, Need) {
         let written = memory.iter().filter(|it| !it.contents.is_constant());
         let (others, own) = written.cloned().partition(|it| is_shared(it.source));
@@ -92,7 +95,7 @@ impl Need {
         (need(own, Arc::default()), need(others, shared.clone()))
     }
 
-    /// The workspace of a stream with room for the need; none where there is none.
+    /// Returns the workspace of a stream, with enough room; `None` where the plan needs no memory.
     pub(super) fn on(
         &self,
         stream: &Stream,
@@ -106,21 +109,21 @@ impl Need {
         Ok(Some(held))
     }
 
-    /// Device memory that it takes, where the workspaces are the plan's own.
+    /// Returns the device memory in use, for workspaces that belong to the plan.
     pub(super) fn device_bytes(&self) -> u64 {
         let one: u64 = self.memory.iter().map(|memory| memory.bytes).sum();
         one * lock(&self.workspaces.all).len() as u64
     }
 }
 
-/// Whether memory is large, and nothing in it outlives the call that wrote it.
+/// Tells whether memory is large and none of its contents outlives a call.
 fn is_shared(source: Source) -> bool {
     use Workspace::{FoundBlocks, QueryGradientSums, RowStatistics};
     matches!(source, Source::Workspace(FoundBlocks | QueryGradientSums | RowStatistics))
 }
 
 impl Workspaces {
-    /// The workspace of a stream, empty at its first launch.
+    /// Returns the workspace of a stream, empty at its first launch.
     fn of(
         &self,
         stream: &Stream,

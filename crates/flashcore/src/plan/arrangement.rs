@@ -1,5 +1,5 @@
-//! How the tensors of a call lie in memory: what a kernel may have to refuse before there is any
-//! address.
+//! Strides and alignment of a call's tensors: what a kernel may have to refuse before any address
+//! is known.
 
 use kernels::parameter::Tensor;
 
@@ -7,55 +7,55 @@ use crate::dtype::DType;
 use crate::problem::{Descales, Pass, Problem};
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
-/// Copies are of this many bytes.
+/// Size in bytes of the copies that kernels make: strides and addresses must be multiples of it.
 pub(crate) const COPY_BYTES: u64 = 16;
 
-/// The strides of query, key, value and output, and whether all begin at a multiple of 16 bytes.
+/// The strides of a call's tensors, and whether all of them begin at a multiple of 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Arrangement {
-    /// The query's.
+    /// Strides of the query.
     pub query: Strides,
-    /// The key's.
+    /// Strides of the key.
     pub key: Strides,
-    /// The value's.
+    /// Strides of the value.
     pub value: Strides,
-    /// The output's.
+    /// Strides of the output.
     pub output: Strides,
-    /// The gradients', backward.
+    /// Strides of the gradients, in the backward pass.
     pub gradients: Option<GradientStrides>,
-    /// The descale factors', zero where there are none.
+    /// Strides of the descale factors; zero where there are none.
     pub descales: Descales<Strides>,
-    /// Whether every address is one that copies of 16 bytes take.
+    /// Whether every address is a multiple of 16 bytes.
     pub aligned: bool,
 }
 
-/// The strides of gradients.
+/// The strides of the gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GradientStrides {
-    /// The query's.
+    /// Strides of dQ.
     pub query: Strides,
-    /// The key's.
+    /// Strides of dK.
     pub key: Strides,
-    /// The value's.
+    /// Strides of dV.
     pub value: Strides,
-    /// The output's.
+    /// Strides of dO, the gradient of the output.
     pub output: Strides,
 }
 
-/// The tensors that a planner looks at.
+/// The tensors that a planner looks at in both passes.
 pub(crate) const TENSORS: [Tensor; 4] = [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output];
 
-/// Those that it looks at besides, backward.
+/// The tensors that it looks at in addition in the backward pass.
 pub(crate) const GRADIENTS: [Tensor; 4] =
     [Tensor::QueryGradient, Tensor::KeyGradient, Tensor::ValueGradient, Tensor::OutputGradient];
 
-/// The tensors of a problem.
+/// Returns the tensors of a problem that a planner looks at.
 pub(crate) fn tensors(problem: &Problem) -> impl Iterator<Item = Tensor> + use<> {
     let gradients = (problem.pass == Pass::Backward).then_some(GRADIENTS);
     TENSORS.into_iter().chain(gradients.into_iter().flatten())
 }
 
-/// The tensor that a gradient is of, or the tensor itself.
+/// Returns the tensor that a gradient belongs to, or the tensor itself.
 fn differentiated(tensor: Tensor) -> Tensor {
     match tensor {
         Tensor::QueryGradient => Tensor::Query,
@@ -66,7 +66,7 @@ fn differentiated(tensor: Tensor) -> Tensor {
     }
 }
 
-/// The name of a tensor in errors.
+/// Returns the name of a tensor in errors.
 pub(crate) fn name(tensor: Tensor) -> &'static str {
     match tensor {
         Tensor::Query => "query",
@@ -93,7 +93,7 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
 }
 
 impl Arrangement {
-    /// Memory in the order (batch, length, heads, dim), without gaps.
+    /// Returns the arrangement of contiguous tensors in the order (batch, length, heads, dim).
     pub fn contiguous(problem: &Problem) -> Result<Self, TensorError> {
         let strides = |tensor| Ok(Layout::contiguous(shape(problem, tensor))?.strides());
         let [query, key, value, output] = [
@@ -113,8 +113,8 @@ impl Arrangement {
         Ok(Arrangement { query, key, value, output, gradients, descales, aligned: true })
     }
 
-    /// The strides of one of the four tensors, of its descale factors, or of its gradient, which lies
-    /// like it where nothing else is said.
+    /// Returns the strides of one of the four tensors, of its descale factors, or of its gradient,
+    /// which has the tensor's strides unless they are given.
     pub(crate) fn strides(&self, tensor: Tensor) -> Strides {
         match (tensor, &self.gradients) {
             (Tensor::QueryGradient, Some(gradients)) => gradients.query,
@@ -131,7 +131,7 @@ impl Arrangement {
         }
     }
 
-    /// Whether copies of 16 bytes can read and write the tensors.
+    /// Refuses tensors that copies of 16 bytes cannot read or write.
     pub(crate) fn check_copies(&self, problem: &Problem) -> Result<(), String> {
         for tensor in tensors(problem) {
             let of = |reason: String| format!("the {} tensor: {reason}", name(tensor));
@@ -149,8 +149,8 @@ impl Arrangement {
         }
     }
 
-    /// The strides in bytes along which there are steps: nobody takes one along a dimension of one,
-    /// and its stride may be anything.
+    /// Returns the strides in bytes of the three outer dimensions; zero for a dimension of size 1,
+    /// along which no step is taken and whose stride may be anything.
     pub(crate) fn steps(&self, problem: &Problem, tensor: Tensor) -> [(&'static str, u64); 3] {
         let (shape, strides) = (shape(problem, tensor), self.strides(tensor));
         let bytes = element_bytes(problem, tensor) as u64;
@@ -165,7 +165,7 @@ impl Arrangement {
     }
 }
 
-/// The shape of one of the four tensors, of its gradient or of its descale factors.
+/// Returns the shape of one of the four tensors, of its gradient or of its descale factors.
 pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
     let nothing = Shape::new(0, 0, 0, 1);
     match differentiated(tensor) {
@@ -179,7 +179,8 @@ pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
     }
 }
 
-/// Bytes of an element of one of the four tensors, of its gradient or of its descale factors.
+/// Returns the bytes per element of one of the four tensors, of its gradient or of its descale
+/// factors.
 pub(crate) fn element_bytes(problem: &Problem, tensor: Tensor) -> usize {
     let dtypes = &problem.dtypes;
     let dtype = match differentiated(tensor) {

@@ -1,7 +1,7 @@
-//! The one binding: what is passed for each parameter that a kernel declares.
+//! Argument binding: the value that is passed for each parameter that a kernel declares.
 //!
-//! Everything that does not depend on where tensors are is a number here. Addresses stay names of
-//! their sources: a GPU puts device addresses in their place, the simulator buffers.
+//! Everything that does not depend on addresses is a number here. Addresses stay symbolic
+//! ([`Source`]): a launch on a GPU substitutes device addresses, the simulator its buffers.
 
 use kernels::attention::Window;
 use kernels::attention::function::Kind;
@@ -23,12 +23,12 @@ pub struct Launch {
     /// The kernel.
     #[serde(serialize_with = "by_name")]
     pub kernel: Configuration,
-    /// Blocks of the grid.
+    /// Number of thread blocks of the grid.
     pub blocks: u32,
-    /// The numbers that the shape of the launch has; the problem has the others.
+    /// Numbers that depend on the tiling of this launch; all other numbers follow from the problem.
     #[serde(skip)]
     pub numbers: Vec<(Number, u32)>,
-    /// Whether keys and values are those that a launch before widened to 16 bits.
+    /// Whether the launch reads keys and values that an earlier launch widened to 16 bits.
     #[serde(skip)]
     pub widened: bool,
 }
@@ -42,24 +42,24 @@ fn by_name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok
 pub enum Source {
     /// A tensor of the call.
     Tensor(Tensor),
-    /// A list of the call; nothing where it has none.
+    /// A list of the call; a null address where the call does not have it.
     List(List),
-    /// Memory of the plan.
+    /// Scratch memory of the plan.
     Workspace(Workspace),
-    /// Nowhere: a list that a launch shall not see.
+    /// A null address: a list of the call that this launch must not see.
     Nothing,
-    /// A tensor that a function loads from, by its number among the function's.
+    /// A tensor that a function loads from, by its index among the tensors of that function.
     Captured(Kind, u8),
 }
 
-/// What is passed for a parameter.
+/// The argument that is passed for a parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// An unsigned number of 32 bits.
+    /// An unsigned 32-bit number.
     U32(u32),
-    /// A signed number of 32 bits.
+    /// A signed 32-bit number.
     I32(i32),
-    /// A number of 64 bits.
+    /// An unsigned 64-bit number.
     U64(u64),
     /// A single-precision number.
     F32(f32),
@@ -67,28 +67,28 @@ pub enum Value {
     Address(Source),
     /// A tensor map.
     Map(Map),
-    /// How far a tensor goes that a function loads from, or a stride of it: numbers of the call, of
-    /// 32 bits and of 64.
+    /// An extent (32 bits) or a stride (64 bits) of a tensor that a function loads from. It is
+    /// known only when the call is made.
     Captured(Captured),
 }
 
-/// A tensor map over a tensor.
+/// A tensor map (TMA descriptor) over a tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Map {
-    /// The tensor.
+    /// The tensor that it describes.
     pub tensor: Tensor,
-    /// The dimensions in elements, fastest first.
+    /// Extents in elements, fastest dimension first.
     pub dimensions: Vec<u64>,
-    /// The strides in bytes, of all dimensions but the first.
+    /// Strides in bytes, of all dimensions but the first.
     pub strides: Vec<u64>,
     /// The box of one copy.
     pub tensor_box: TensorBox,
 }
 
-/// Strides of tensors that are not the four of attention: of what is appended or combined.
+/// Strides of tensors other than those of attention: of appended rows, or of parts to be combined.
 pub(crate) type OtherStrides<'a> = &'a dyn Fn(Tensor, Axis) -> Option<u64>;
 
-/// What is passed for each parameter of a launch, in order; an error says what cannot be.
+/// Returns the argument of each declared parameter of a launch, in order, or why one has none.
 pub fn bind(
     launch: &Launch,
     declared: &[ptx::Parameter],
@@ -98,7 +98,7 @@ pub fn bind(
     bind_with(launch, declared, problem, arrangement, &|_, _| None)
 }
 
-/// The same for launches with tensors of their own.
+/// Like [`bind`], for launches with tensors other than those of attention.
 pub(crate) fn bind_with(
     launch: &Launch,
     declared: &[ptx::Parameter],
@@ -127,7 +127,7 @@ pub(crate) fn bind_with(
     bound.collect()
 }
 
-/// Whether a value is of the kind that a parameter takes.
+/// Tells whether a value has the type that a parameter takes.
 fn fits(value: &Value, kind: &ParameterKind) -> bool {
     matches!(
         (value, kind),
@@ -163,7 +163,7 @@ impl Binding<'_> {
                 Value::Map(self.map(tensor, tensor_box)?)
             }
             (Parameter::Tensor(tensor), _) => Value::Address(Source::Tensor(self.given(tensor))),
-            // Widened keys and values have left the batch entries of the cache.
+            // Widened keys and values are stored per sequence, not in batch entries of the cache.
             (Parameter::List(List::BatchIndex), _) if self.launch.widened => {
                 Value::Address(Source::Nothing)
             }
@@ -187,7 +187,8 @@ impl Binding<'_> {
                     Reach::Right => window.right,
                 })
             }
-            // Keys in pages are found by the block table, and begin nowhere else.
+            // Paged keys are located through the block table only: their sequences have no row
+            // offset.
             (Parameter::Rows(Tensor::Key), _) if self.problem.keys.is_paged() => {
                 Value::U32(self.problem.key_length as u32)
             }
@@ -201,7 +202,8 @@ impl Binding<'_> {
         })
     }
 
-    /// The tensor that is passed for another.
+    /// Returns the tensor to pass for a parameter: the widened one where the launch reads widened
+    /// keys.
     fn given(&self, tensor: Tensor) -> Tensor {
         if self.launch.widened { widened::tensor(tensor) } else { tensor }
     }
@@ -226,7 +228,7 @@ impl Binding<'_> {
         }
         let problem = self.problem;
         let (rows, heads) = (problem.query_shape().length as u64, problem.query_heads as u64);
-        // (part, batch, head, row), the outputs with a dimension more.
+        // The layout is (part, batch, head, row), with one more dimension for outputs.
         let flat = |width: u64| match axis {
             Axis::Part => problem.rows() as u64 * width,
             Axis::Batch if problem.queries.is_packed() => 0,
@@ -261,15 +263,15 @@ impl Binding<'_> {
             Tensor::Query | Tensor::Output | Tensor::QueryGradient | Tensor::OutputGradient => {
                 problem.queries.is_packed()
             }
-            // Over sequences and heads, whatever lies packed.
+            // Factors per head are indexed by sequence and head even where keys are packed.
             _ if descale == Some(Descale::PerHead) => false,
             _ => problem.keys.is_packed(),
         };
         Ok(match axis {
-            // One batch entry for all sequences.
+            // Packed sequences share one batch entry.
             Axis::Batch if packed => 0,
             Axis::Batch => strides.batch as u64,
-            // One factor for all rows of a head.
+            // All rows of a head share one factor.
             Axis::Row | Axis::FlatRow if descale == Some(Descale::PerHead) => 0,
             Axis::Row => strides.length as u64,
             Axis::FlatRow => {
@@ -285,8 +287,8 @@ impl Binding<'_> {
         Rows::of(self.problem, self.arrangement, tensor)
     }
 
-    /// Forward's maps are over (dim, length, heads, batch); those over ragged batches are slices of
-    /// one list of rows ([`Prefill::slices`]).
+    /// Returns the tensor map of a parameter. Maps of rank 4 are over (dim, length, heads, batch);
+    /// those over ragged batches are slices of one list of rows ([`Prefill::slices`]).
     fn map(&self, tensor: Tensor, tensor_box: &TensorBox) -> Result<Map, String> {
         let shape = arrangement::shape(self.problem, tensor);
         let tensor_box = tensor_box.clone();
@@ -306,7 +308,8 @@ impl Binding<'_> {
     }
 }
 
-/// The strides of a tensor map over (dim, length, heads, batch), in bytes, or why there is none.
+/// Returns the strides in bytes of a tensor map over (dim, length, heads, batch), or why there is
+/// none.
 pub(crate) fn map_strides(
     problem: &Problem,
     arrangement: &Arrangement,
@@ -332,7 +335,7 @@ pub(crate) fn map_strides(
     Ok(strides)
 }
 
-/// The numbers of a problem's mask as kernels take them.
+/// Returns the window and chunk size of a problem's mask as kernels take them.
 pub(crate) fn window(problem: &Problem) -> Window {
     let reach = |keys: Option<usize>| {
         keys.map_or(Window::OPEN, |keys| i32::try_from(keys).unwrap_or(Window::OPEN))
@@ -343,7 +346,7 @@ pub(crate) fn window(problem: &Problem) -> Window {
     Window { left: reach(mask.left), right: reach(mask.right), chunk }
 }
 
-/// A number that the problem has.
+/// Returns a number that follows from the problem.
 fn of_problem(problem: &Problem, number: Number) -> Option<usize> {
     let query_rows = problem.query_shape().length;
     Some(match number {
@@ -380,7 +383,7 @@ fn of_problem(problem: &Problem, number: Number) -> Option<usize> {
     })
 }
 
-/// Strides in the order of [`Axis`], for tensors of their own.
+/// Returns the stride of an axis, for tensors other than those of attention.
 #[cfg(feature = "cuda")]
 pub(crate) fn axis_of(strides: crate::tensor::Strides, axis: Axis) -> u64 {
     let stride = match axis {

@@ -1,12 +1,12 @@
-//! From a problem to what runs: which family of kernels, in which configuration, with which launches
-//! and memory, and why not another.
+//! Planning: from a problem to the kernel that runs, with its configuration, launches and memory,
+//! and the reasons why the other kernels were not chosen.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `arrangement` | how the tensors of a call lie in memory |
-//! | `rows` | tensors as long lists of rows |
+//! | `arrangement` | strides and alignment of a call's tensors |
+//! | `rows` | tensors as one list of rows, for ragged batches |
 //! | `widened` | a call over an 8-bit cache as one over 16 bits |
-//! | `binding` | what is passed for each parameter of a kernel |
+//! | `binding` | the value of each parameter of a kernel |
 //! | this one | the choice, with its reasons |
 
 pub(crate) mod arrangement;
@@ -34,7 +34,7 @@ use crate::error::Error;
 use crate::family::{self, Asked, Choice, FAMILIES, Family};
 use crate::problem::{Pass, Problem};
 
-/// What the caller insists on. The default leaves the choice open.
+/// The back end and kernel that the caller insists on. The default leaves the choice open.
 ///
 /// ```
 /// use flashcore::Preference;
@@ -43,22 +43,22 @@ use crate::problem::{Pass, Problem};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Preference {
-    /// The back end to use.
+    /// The back end to use; any when `None`.
     pub backend: Option<String>,
-    /// The kernel to use.
+    /// The kernel to use; the best that accepts the problem when `None`.
     pub kernel: Option<String>,
 }
 
 impl Preference {
-    /// What the environment insists on for a pass: `FLASHCORE_KERNEL` may name a kernel (`forward`)
-    /// or a back end and a kernel (`gpu/forward`). The name of a kernel of the other pass has no
-    /// effect, so that one can be chosen for either pass of a training step.
+    /// Returns the preference that the environment sets for a pass: `FLASHCORE_KERNEL` may name a
+    /// kernel (`forward`) or a back end and a kernel (`gpu/forward`). The name of a kernel of the
+    /// other pass has no effect, so that a training step can force the kernel of one pass only.
     pub fn from_environment(pass: Pass) -> Self {
         std::env::var("FLASHCORE_KERNEL")
             .map_or_else(|_| Preference::default(), |name| Preference::named(&name).of_pass(pass))
     }
 
-    /// The same for a pass: nothing, where the kernel is one of the other pass.
+    /// Returns no preference where the kernel belongs to the other pass only.
     fn of_pass(self, pass: Pass) -> Self {
         let serves = |kernel: &str, pass: Pass| {
             let mut families = FAMILIES.iter().filter(|it| it.pass() == pass);
@@ -74,7 +74,8 @@ impl Preference {
         }
     }
 
-    /// A kernel by its name, with or without its back end; nothing where the name is empty.
+    /// Parses the name of a kernel, with or without its back end; no preference where the name is
+    /// empty.
     pub fn named(name: &str) -> Self {
         let of = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
         match name.split_once('/') {
@@ -87,34 +88,34 @@ impl Preference {
 /// A back end that this machine or this build does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Missing {
-    /// Its name.
+    /// Name of the back end.
     pub backend: &'static str,
-    /// Why it is not there.
+    /// Why it is not available.
     pub reason: String,
 }
 
-/// A kernel and whether it can serve a problem.
+/// A kernel, and whether it can serve a problem.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Candidate {
-    /// The back end's name.
+    /// Name of the back end.
     pub backend: &'static str,
-    /// The kernel's name, unique within the back end.
+    /// Name of the kernel, unique within the back end.
     pub kernel: &'static str,
     /// Whether it can serve the problem.
     pub accepted: bool,
-    /// Whether it is taken only by those who ask for it by name.
+    /// Whether it is used only when requested by name.
     pub on_request: bool,
     /// The configuration that would run, where the kernel has several.
     pub configuration: Option<String>,
-    /// Why, in a line.
+    /// Why the problem is accepted or refused, in one line.
     pub reason: String,
-    /// What would be launched, where it is a kernel of a GPU.
+    /// The launches, for kernels of a GPU that accept the problem.
     #[serde(rename = "launch")]
     pub choice: Option<Choice>,
 }
 
 impl Candidate {
-    /// Back end and kernel: `gpu/forward`.
+    /// Returns the names of back end and kernel: `gpu/forward`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.backend, self.kernel)
     }
@@ -144,10 +145,10 @@ impl Candidate {
     }
 }
 
-/// The version of PTX from which on drivers know everything that kernels are made of: that of CUDA 12.1.
+/// The PTX version that suffices for every kernel: that of CUDA 12.1.
 const WHOLE: Version = Version::of_cuda(12, 1);
 
-/// The same choice, unless the driver's compiler would refuse one of its kernels.
+/// Returns the choice, unless the driver's compiler is too old for one of its kernels.
 fn assembled(chip: &Chip, choice: Choice) -> Result<Choice, String> {
     if chip.ptx >= WHOLE {
         return Ok(choice);
@@ -167,11 +168,11 @@ fn assembled(chip: &Chip, choice: Choice) -> Result<Choice, String> {
     Ok(choice)
 }
 
-/// The name of the back end on a GPU.
+/// Name of the GPU back end.
 pub(crate) const GPU: &str = "gpu";
 
-/// Every family of kernels for a GPU, best first, each accepted or refused with a reason. The GPU
-/// need not be there.
+/// Returns every family of GPU kernels for a problem, best first, each accepted or refused with a
+/// reason. The GPU need not be present.
 ///
 /// ```
 /// use flashcore::gpu::Chip;
@@ -191,7 +192,7 @@ pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> 
     family::in_order(problem).into_iter().map(|family| Candidate::of(family, &asked)).collect()
 }
 
-/// Which kernel serves a problem, and why not the others.
+/// The kernel that serves a problem, and why the others do not.
 ///
 /// ```
 /// use flashcore::{Machine, Preference, Problem};
@@ -203,21 +204,21 @@ pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> 
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// What is to be computed; its text, where a plan is written down. Windows that were functions
-    /// are said by name.
+    /// What is computed, serialized as its text. Windows and softcaps that were written as
+    /// functions have been replaced by the mask's window and the named softcap.
     #[serde(serialize_with = "as_text")]
     pub problem: Problem,
     /// The kernel that will run.
     pub chosen: Candidate,
-    /// Everything that was considered, in order of preference; `chosen` is among them.
+    /// Every kernel that was considered, in order of preference; `chosen` is among them.
     pub candidates: Vec<Candidate>,
-    /// Back ends that could not be considered.
+    /// Back ends that are not available.
     pub missing: Vec<Missing>,
 }
 
 impl Plan {
-    /// Choose for a GPU that need not be there, and the CPU of this machine: what would run on
-    /// tensors without gaps, and why. See [`Chip`] for an example.
+    /// Chooses between a GPU that need not be present and the CPU of this machine, for contiguous
+    /// tensors. See [`Chip`] for an example.
     pub fn on_chip(chip: &Chip, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
         problem.validate()?;
         let arrangement = Arrangement::contiguous(problem)?;
@@ -229,7 +230,7 @@ impl Plan {
         Ok(Plan::choose(problem, all, &[], preference)?)
     }
 
-    /// Choose among the kernels for a GPU, for tensors that lie like this.
+    /// Chooses among the GPU kernels, for tensors with these strides and alignments.
     pub fn on_gpu(
         chip: &Chip,
         problem: &Problem,
@@ -241,7 +242,7 @@ impl Plan {
         Ok(Plan::choose(problem, all, &[], preference)?)
     }
 
-    /// Choose among the kernels of these back ends, given in order of preference.
+    /// Chooses among the kernels of these back ends, given in order of preference.
     ///
     /// ```
     /// use flashcore::plan::Arrangement;
@@ -265,8 +266,8 @@ impl Plan {
         Ok(Plan::choose(problem, candidates.collect(), &[], preference)?)
     }
 
-    /// Choose among the kernels of back ends given in order of preference. The first accepted
-    /// candidate that the caller's preference allows is taken.
+    /// Chooses among the candidates of back ends given in order of preference: the first accepted
+    /// one that the caller's preference allows.
     pub(crate) fn choose(
         problem: &Problem,
         backends: Vec<(&'static str, Vec<Candidate>)>,
@@ -320,7 +321,7 @@ impl Plan {
         Ok(Plan { problem, chosen, candidates, missing: missing.to_vec() })
     }
 
-    /// Why the chosen kernel, and why nothing before it, in a line.
+    /// Says in one line why the chosen kernel was chosen, and why nothing before it was.
     pub fn reason(&self) -> String {
         let mut reason = self.chosen.reason.clone();
         for missing in &self.missing {
@@ -356,7 +357,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Why none of the kernels asked for can serve a problem, and which others can.
+/// Explains why none of the requested kernels can serve a problem, and which others can.
 fn refusal(candidates: &[Candidate], asked_for: impl Fn(&Candidate) -> bool) -> BackendError {
     let (asked_for, others): (Vec<&Candidate>, Vec<&Candidate>) =
         candidates.iter().partition(|candidate| asked_for(candidate));
@@ -417,8 +418,8 @@ mod tests {
         assert_eq!(names[6..], ["cpu/blocked"]);
     }
 
-    /// The compiler in a driver of CUDA 12.0 knows PTX 8.0: what needs more is refused with a word, and
-    /// what is chosen instead it takes.
+    /// The compiler in a driver of CUDA 12.0 knows PTX 8.0: kernels that need more are refused with
+    /// a reason, and the kernel chosen instead compiles.
     #[test]
     fn what_an_old_driver_cannot_compile_is_not_chosen() {
         let old = Chip { ptx: Version::of_cuda(12, 0), ..Chip::H200 };
@@ -441,8 +442,8 @@ mod tests {
         }
     }
 
-    /// Nothing that is shipped needs more than drivers are taken to know, but for targets that need
-    /// newer drivers themselves.
+    /// No shipped kernel needs more than `WHOLE`, except on targets that need a newer version
+    /// themselves.
     #[test]
     fn drivers_from_12_1_on_compile_everything() {
         for kernel in kernels::shipped(Target::SM_90A).iter().step_by(16) {
@@ -478,7 +479,7 @@ mod tests {
         }
     }
 
-    /// Windows and score rules are no reason to leave the kernel for equal lengths.
+    /// Windows and score rules do not change the family: `forward` serves them too.
     #[test]
     fn the_storage_and_the_number_of_queries_choose_the_family() {
         let few = Problem::new(4, 32, 1, 128).with_kv_heads(8).with_key_length(4096);
@@ -513,7 +514,7 @@ mod tests {
         );
     }
 
-    /// Even where it is all there is: sums in f16 are for those who ask for them.
+    /// `mma-half`, which accumulates in f16, is not chosen even where it is the only candidate.
     #[test]
     fn sums_in_f16_are_never_chosen_unless_asked_for() {
         let problem = Problem::new(1, 2, 64, 64);
@@ -551,7 +552,8 @@ mod tests {
         assert!(candidates(&Chip::H200, &problem, &arrangement)[0].accepted);
     }
 
-    /// Factors of heads are over sequences, whatever lies packed; those of tokens lie like the keys.
+    /// Factors per head are indexed by sequence even where keys are packed; factors per token have
+    /// the layout of the keys.
     #[test]
     fn descale_factors_are_walked_like_what_they_are_of() {
         let strides = |text: &str| {
@@ -589,8 +591,8 @@ mod tests {
         assert_eq!(strides(eight), numbers([0, 0, 0]));
     }
 
-    /// Every parameter of every launch of every family gets an argument of its kind, whatever the
-    /// problem asks for.
+    /// Every parameter of every launch of every family gets an argument of its type, whatever the
+    /// problem.
     #[test]
     fn every_parameter_is_bound() {
         let texts = [

@@ -1,4 +1,4 @@
-//! Tensors as long lists of rows: how ragged batches are walked.
+//! Tensors as one list of rows, which is how kernels for ragged batches address them.
 
 use kernels::parameter::Tensor;
 
@@ -6,26 +6,26 @@ use super::arrangement::{self, Arrangement};
 use crate::problem::Problem;
 use crate::tensor::Strides;
 
-/// How a tensor of batch entries lies, as one list of rows.
+/// A tensor of batch entries as one list of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// From a row to the next, in bytes.
+    /// Distance between rows, in bytes.
     pub(crate) row_bytes: u64,
-    /// From a head to the next, in bytes.
+    /// Distance between heads, in bytes.
     pub(crate) head_bytes: u64,
-    /// From a batch entry to the next, in rows.
+    /// Distance between batch entries, in rows.
     pub(crate) entry_rows: u32,
-    /// In all, gaps included.
+    /// Number of rows, gaps between batch entries included.
     pub(crate) count: u32,
 }
 
-/// Rows are counted in 31 bits, with room for a sequence behind the last.
+/// Row numbers have 31 bits, with room for a sequence after the last row.
 const MOST_ROWS: usize = 1 << 30;
-/// A stride that the copy engine takes, where nobody takes a step.
+/// A stride that the copy engine accepts, for dimensions along which no step is taken.
 const ANY_STRIDE: u64 = 16;
 
 impl Rows {
-    /// Describes a tensor, or says why it is no such list.
+    /// Describes a tensor, or says why it is not a list of rows.
     pub(crate) fn of(
         problem: &Problem,
         arrangement: &Arrangement,
@@ -38,7 +38,8 @@ impl Rows {
             .map_err(|reason| format!("the {} tensor: {reason}", arrangement::name(tensor)))
     }
 
-    /// Of queries, keys, values and output; keys and values must go together.
+    /// Checks that query, key, value and output are lists of rows; keys and values must have the
+    /// same distance between batch entries.
     pub(crate) fn check(problem: &Problem, arrangement: &Arrangement) -> Result<(), String> {
         let [_, key, value, _] =
             arrangement::TENSORS.map(|tensor| Rows::of(problem, arrangement, tensor));
@@ -62,7 +63,7 @@ impl Rows {
         [entries, rows, heads]: [usize; 3],
     ) -> Result<Self, String> {
         let Strides { batch, length, heads: head } = strides;
-        // One row of each entry: entries are the rows.
+        // With one row per entry, the entries themselves are the rows.
         let (step, entry_rows) = match (entries, rows) {
             (0 | 1, 0 | 1) => (0, 0),
             (_, 0 | 1) => (batch, 1),

@@ -1,7 +1,8 @@
-//! A call over an 8-bit cache as one over 16 bits, which a launch makes of it in memory of the plan.
+//! A call over an 8-bit cache as one over a 16-bit copy, which a launch makes in memory of the
+//! plan.
 //!
-//! Sequences leave their pages and batch entries: each lies in a batch entry of its own, or packed as
-//! it was. Lists of lengths, starts and paddings mean what they meant.
+//! In the copy, sequences are no longer in pages or shared batch entries: each has a batch entry of
+//! its own, or stays packed. Lists of lengths, starts and paddings keep their meaning.
 
 use kernels::parameter::Tensor;
 
@@ -10,7 +11,7 @@ use super::arrangement::shape;
 use crate::problem::{DTypes, Descales, Problem, Storage};
 use crate::tensor::{Layout, Strides};
 
-/// The problem over what was widened.
+/// Returns the problem over the widened keys and values.
 pub(crate) fn problem(problem: &Problem) -> Problem {
     let mut wide = problem.clone();
     wide.dtypes = DTypes { output: problem.dtypes.output, ..DTypes::all(problem.dtypes.query) };
@@ -22,7 +23,7 @@ pub(crate) fn problem(problem: &Problem) -> Problem {
     wide
 }
 
-/// How its tensors lie: the widened ones without gaps.
+/// Returns the arrangement of that problem; the widened tensors are contiguous.
 pub(crate) fn arrangement(
     problem: &Problem,
     arrangement: &Arrangement,
@@ -35,7 +36,7 @@ pub(crate) fn arrangement(
     })
 }
 
-/// The widened tensor that stands for another.
+/// Returns the widened tensor that replaces a tensor.
 pub(crate) fn tensor(tensor: Tensor) -> Tensor {
     match tensor {
         Tensor::Key => Tensor::WideKey,
@@ -44,13 +45,13 @@ pub(crate) fn tensor(tensor: Tensor) -> Tensor {
     }
 }
 
-/// How one of the two lies.
+/// Returns the strides of a widened tensor.
 pub(crate) fn strides(narrow: &Problem, tensor: Tensor) -> Result<Strides, String> {
     let layout = Layout::contiguous(shape(&problem(narrow), tensor));
     Ok(layout.map_err(|error| error.to_string())?.strides())
 }
 
-/// How large one of the two is.
+/// Returns the size of a widened tensor in bytes.
 pub(crate) fn bytes(narrow: &Problem, tensor: Tensor) -> Result<u64, String> {
     let wide = problem(narrow);
     let elements = shape(&wide, tensor).elements().map(|elements| elements as u64);

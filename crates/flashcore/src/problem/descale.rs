@@ -1,8 +1,9 @@
-//! Descale factors: what the numbers of 8-bit tensors are multiplied with to be what they stand for.
+//! Descale factors: the f32 factors by which the elements of an 8-bit tensor are multiplied to give
+//! the values that they represent.
 //!
-//! Factors are in f32. Scores take the softmax scale times the query's and the key's factor, the
-//! output the value's, so that kernels multiply products and never single numbers where one factor
-//! serves a whole head.
+//! Scores are multiplied by the softmax scale times the factors of query and key, outputs by the
+//! factor of the value. Where one factor serves a whole head, kernels therefore scale products and
+//! never individual elements.
 
 use serde::Serialize;
 
@@ -10,26 +11,26 @@ use super::{Pass, Problem};
 use crate::dtype::DType;
 use crate::tensor::Shape;
 
-/// Over what the descale factors of a tensor range.
+/// Granularity of the descale factors of one tensor.
 ///
-/// | | the factors' tensor | in FlashAttention |
+/// | | shape of the factors | in FlashAttention |
 /// | --- | --- | --- |
-/// | `PerHead` | (sequences, key heads), any strides, also of zero: one number for all, one for each head, or one for each sequence and head | `q_descale`, `k_descale`, `v_descale` |
-/// | `PerToken` | (batch entries or pages, positions, key heads): lies like the tensor that it belongs to, without its last dimension | |
+/// | `PerHead` | (sequences, key heads), any strides, including zero: one factor for all, one per head, or one per sequence and head | `q_descale`, `k_descale`, `v_descale` |
+/// | `PerToken` | (batch entries or pages, positions, key heads): laid out like the tensor that it scales, without its last dimension | |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Descale {
-    /// There are none: every factor is 1.
+    /// No factors: every factor is 1.
     #[default]
     None,
-    /// One for each sequence and key head.
+    /// One factor per sequence and key head.
     PerHead,
-    /// One for each row of the tensor and key head.
+    /// One factor per row of the tensor and key head.
     PerToken,
 }
 
-/// Something for the queries, the keys and the values each: which descale factors there are, or the
-/// factors themselves.
+/// One item each for queries, keys and values: the granularity of their descale factors
+/// ([`Descale`]), or the factors themselves.
 ///
 /// ```
 /// use flashcore::{DType, Descale, Descales, Problem};
@@ -46,47 +47,48 @@ pub enum Descale {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 pub struct Descales<T = Descale> {
-    /// Of the queries. Their factors are of key heads too: the query heads that share one share it.
+    /// For the queries. Their factors are per key head as well: the query heads of a group share
+    /// one.
     pub query: T,
-    /// Of the keys.
+    /// For the keys.
     pub key: T,
-    /// Of the values.
+    /// For the values.
     pub value: T,
 }
 
 impl Descales {
-    /// None at all.
+    /// No descale factors at all.
     pub const NONE: Descales =
         Descales { query: Descale::None, key: Descale::None, value: Descale::None };
 
-    /// The same for keys and values, and none for queries.
+    /// Uses the same granularity for keys and values, and none for queries.
     pub const fn of_cache(descale: Descale) -> Self {
         Descales { query: Descale::None, key: descale, value: descale }
     }
 }
 
 impl<T> Descales<T> {
-    /// The same of another kind.
+    /// Applies a function to each of the three items.
     pub fn map<U>(self, mut of: impl FnMut(T) -> U) -> Descales<U> {
         Descales { query: of(self.query), key: of(self.key), value: of(self.value) }
     }
 
-    /// The same of another kind, if there is one for each.
+    /// Applies a fallible function to each of the three items; returns the first error.
     pub fn try_map<U, E>(self, mut of: impl FnMut(T) -> Result<U, E>) -> Result<Descales<U>, E> {
         Ok(Descales { query: of(self.query)?, key: of(self.key)?, value: of(self.value)? })
     }
 
-    /// The three of them, to be looked at.
+    /// Borrows each of the three items.
     pub fn each_ref(&self) -> Descales<&T> {
         Descales { query: &self.query, key: &self.key, value: &self.value }
     }
 
-    /// The three of them in their usual order.
+    /// Returns the three items in the order query, key, value.
     pub fn into_array(self) -> [T; 3] {
         [self.query, self.key, self.value]
     }
 
-    /// Each beside another.
+    /// Pairs each item with its counterpart in `other`.
     pub fn zip<U>(self, other: Descales<U>) -> Descales<(T, U)> {
         Descales {
             query: (self.query, other.query),
@@ -96,11 +98,12 @@ impl<T> Descales<T> {
     }
 }
 
-/// The words of a problem's text, in the order of [`Descales`].
+/// Names of the factors in a problem's text.
 const NAMES: Descales<&str> = Descales { query: "q_descale", key: "k_descale", value: "v_descale" };
 
 impl Descale {
-    /// What stands behind the name in a problem's text.
+    /// Returns the granularity as written after `name=` in a problem's text; `None` if nothing is
+    /// written.
     fn word(self) -> Option<&'static str> {
         match self {
             Descale::None => None,
@@ -116,14 +119,15 @@ impl Descale {
 }
 
 impl Descales {
-    /// Takes a word of a problem's text, if it is one of these.
+    /// Parses `name=value` of a problem's text. Returns `None` if the name is not one of a descale
+    /// factor.
     pub(super) fn take(&mut self, name: &str, value: &str) -> Option<Result<(), ()>> {
         let fields = [&mut self.query, &mut self.key, &mut self.value];
         let (field, _) = fields.into_iter().zip(NAMES.into_array()).find(|(_, it)| *it == name)?;
         Some(Descale::of_word(value).map(|descale| *field = descale))
     }
 
-    /// What is not none, for people and in the text of a problem.
+    /// Returns the words of a problem's text for the factors that there are.
     pub(super) fn words(self) -> Vec<String> {
         let words = NAMES.zip(self).into_array().into_iter();
         words.filter_map(|(name, it)| Some(format!("{name}={}", it.word()?))).collect()
@@ -131,14 +135,14 @@ impl Descales {
 }
 
 impl Problem {
-    /// The shape of the descale factors of the queries, keys and values, where there are any; the
-    /// last dimension is 1.
+    /// Returns the shapes of the descale factors of queries, keys and values, where there are any;
+    /// the last dimension is 1.
     pub fn descale_shapes(&self) -> Descales<Option<Shape>> {
         self.descale_shapes_over(self.key_shape())
     }
 
-    /// The same for keys and values in tensors of another shape than the problem says, but for the
-    /// dim: that of a cache, where sequences are not placed yet.
+    /// Like [`Problem::descale_shapes`], for a key tensor of shape `cache` (apart from its dim)
+    /// instead of the problem's: a cache in which sequences have no places yet.
     pub fn descale_shapes_over(&self, cache: Shape) -> Descales<Option<Shape>> {
         self.descales.map(|descale| match descale {
             Descale::None => None,
@@ -147,7 +151,7 @@ impl Problem {
         })
     }
 
-    /// Refuses element types and descale factors that nobody can serve.
+    /// Refuses combinations of element types and descale factors that no back end supports.
     pub(super) fn validate_elements(&self) -> Result<(), ElementError> {
         let dtypes = self.dtypes;
         if dtypes.output.is_8_bit() {
@@ -173,33 +177,33 @@ impl Problem {
     }
 }
 
-/// Why element types and descale factors make no sense.
+/// Why element types or descale factors are invalid.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ElementError {
-    /// Outputs are not rounded to 8 bits.
+    /// The output has an 8-bit type.
     #[error("the output cannot be {0}: it is f32, f16 or bf16")]
     Output(DType),
-    /// Integers are for caches.
+    /// The query is int8, which only keys and values may be.
     #[error("the query cannot be int8: keys and values alone may be")]
     Query,
-    /// Gradients of 8-bit tensors.
+    /// Gradients of an 8-bit tensor are asked for.
     #[error("there are no gradients of 8-bit tensors, and the {tensor} tensor is {dtype}")]
     Backward {
-        /// The tensor.
+        /// Name of the 8-bit tensor.
         tensor: &'static str,
         /// Its element type.
         dtype: DType,
     },
-    /// Factors of a tensor whose numbers are what they stand for.
+    /// Descale factors are given for a tensor that is not 8-bit.
     #[error("descale factors are of 8-bit tensors, and the {tensor} tensor is {dtype}")]
     Wide {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: &'static str,
         /// Its element type.
         dtype: DType,
     },
-    /// Factors of single queries.
+    /// Descale factors per token are given for the queries.
     #[error("descale factors of queries are per sequence and key head, not per token")]
     QueryTokens,
 }

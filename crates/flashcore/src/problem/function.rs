@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::{Mask, Pass, Problem, Scores};
 
-/// A function in JSON is its text.
+/// Serializes a function as its text.
 pub(super) fn as_text<S: Serializer>(
     function: &Option<Function>,
     serializer: S,
@@ -16,12 +16,12 @@ pub(super) fn as_text<S: Serializer>(
 }
 
 impl Problem {
-    /// The functions that there are, mask first.
+    /// Returns the problem's functions, the mask function first.
     pub fn functions(&self) -> impl Iterator<Item = Function> + use<> {
         self.mask.function.into_iter().chain(self.scores.function)
     }
 
-    /// The tensors that functions load from, each once.
+    /// Returns the tensors that the functions load from, each once.
     pub fn captured(&self) -> Vec<&'static TensorSpec> {
         let mut all: Vec<&TensorSpec> = Vec::new();
         for spec in self.functions().flat_map(|function| function.tensors()) {
@@ -32,7 +32,7 @@ impl Problem {
         all
     }
 
-    /// Refuses a function in the place of the other kind, and tensors that cannot be told apart.
+    /// Refuses a function of the wrong kind, and tensors that share a name but differ otherwise.
     pub(super) fn validate_functions(&self) -> Result<(), String> {
         let places = [(Kind::Mask, self.mask.function), (Kind::Score, self.scores.function)];
         for (kind, function) in places {
@@ -49,14 +49,17 @@ impl Problem {
         Ok(())
     }
 
-    /// The same problem with as much of its functions said by name as has one: kernels do that
-    /// faster. What functions load from stays what it was.
+    /// Returns an equivalent problem in which the parts of its functions that are a window or a
+    /// softcap are replaced by [`Mask::left`], [`Mask::right`] and [`Scores::softcap`], which
+    /// kernels evaluate faster. The captured tensors stay the same.
     pub(crate) fn with_rules_by_name(&self) -> Problem {
         self.with_windows_by_name().with_caps_by_name()
     }
 
-    /// With what is a softcap in the score function, unless there is one. Gradients are taken of a
-    /// cap by name or of a function.
+    /// Replaces a softcap at the start of the score function by [`Scores::softcap`], unless a
+    /// softcap is set already or there are ALiBi slopes, whose bias is added before the function
+    /// but after a named softcap. The backward kernels differentiate either a softcap or a
+    /// function, not both, so in the backward pass the whole function must be the softcap.
     fn with_caps_by_name(self) -> Problem {
         let function = self.scores.function.filter(|_| self.scores.softcap.is_none());
         let function = function.filter(|_| !self.scores.has_alibi());
@@ -67,7 +70,9 @@ impl Problem {
         Problem { scores, ..self }
     }
 
-    /// With what is a window in the mask function: kernels walk that without looking at blocks.
+    /// Replaces the part of the mask function that is a window by [`Mask::left`] and
+    /// [`Mask::right`]: kernels derive the key blocks of a window without evaluating the function
+    /// block by block.
     fn with_windows_by_name(&self) -> Problem {
         let Some(function) = self.mask.function else { return self.clone() };
         let lengths = [self.query_length, self.key_length].map(|it| u32::try_from(it).ok());
@@ -83,9 +88,10 @@ impl Problem {
         Problem { mask: Mask { left, right, function: rest, ..self.mask }, ..self.clone() }
     }
 
-    /// The pairs that a mask function leaves of those that the mask leaves by name, over heads and
-    /// sequences. What is loaded is taken to be anything, and so is what would take long to find out:
-    /// of regions of which some pairs may be seen, half are counted.
+    /// Counts the pairs that are visible under both the mask function and the rest of the mask,
+    /// over all heads and sequences. The count is an estimate where the function loads from
+    /// tensors, whose elements may be anything (an undecided pair counts as visible), and where the
+    /// search takes too long (half of the pairs of an undecided region count).
     pub(super) fn pairs_by_function(&self, function: Function) -> u128 {
         let depends = function.depends();
         let apart = |depends: bool, count: usize| if depends { count.clamp(1, 64) } else { 1 };
@@ -108,7 +114,7 @@ impl Problem {
         pairs.saturating_mul(all) / (sequences * heads) as u128
     }
 
-    /// The functions of a row, over tensors in host memory that were validated.
+    /// Returns the functions of one row, over validated tensors in host memory.
     pub fn row_functions<'a>(&self, tensors: &'a [HostTensor], here: Here) -> RowFunctions<'a> {
         let row = |function| Row::new(function, tensors, here);
         RowFunctions {
@@ -118,7 +124,7 @@ impl Problem {
         }
     }
 
-    /// The same with the slope of the score, for gradients.
+    /// Like [`Problem::row_functions`], with the derivative of the score function, for gradients.
     pub fn row_functions_with_slope<'a>(
         &self,
         tensors: &'a [HostTensor],
@@ -130,10 +136,11 @@ impl Problem {
     }
 }
 
-/// Regions that are looked at before the rest is guessed: a tenth of a second.
+/// Regions that are examined before the rest is estimated: about a tenth of a second.
 const MOST_REGIONS: usize = 1 << 18;
 
-/// The pairs of a region that are seen, by cutting it in halves where only some are.
+/// Counts the visible pairs of a region, by halving every region in which only some pairs are
+/// visible.
 fn pairs_of_region(mask: Mask, function: Function, whole: Region, left: &mut usize) -> u128 {
     let mut pairs = 0;
     let mut open = vec![whole];
@@ -154,7 +161,7 @@ fn pairs_of_region(mask: Mask, function: Function, whole: Region, left: &mut usi
         match seen {
             Seen::None => {}
             Seen::All => pairs += height * width,
-            // One pair by itself is undecided only where something is loaded.
+            // A single pair is undecided only where the function loads from a tensor.
             Seen::Some if height * width == 1 => pairs += 1,
             Seen::Some if *left == 0 => pairs += height * width / 2,
             Seen::Some if height >= width => {
@@ -172,7 +179,8 @@ fn pairs_of_region(mask: Mask, function: Function, whole: Region, left: &mut usi
     pairs
 }
 
-/// What a mask leaves of a region by name. Both ends of what a query sees move on with it.
+/// Tells how much of a region is visible under the mask without its function. Both ends of the
+/// range of visible keys move monotonically with the query, so the first and last query suffice.
 fn seen_by_name(mask: Mask, region: &Region) -> Seen {
     let row = |query: i32| {
         let lengths = [region.query_length, region.key_length].map(|it| it as usize);
@@ -194,27 +202,27 @@ fn seen_by_name(mask: Mask, region: &Region) -> Seen {
     }
 }
 
-/// The functions of one row.
+/// The mask and score functions of one row, ready to be evaluated key by key.
 #[derive(Debug, Clone)]
 pub struct RowFunctions<'a> {
     mask: Option<Row<'a>>,
     score: Option<Row<'a>>,
-    /// Nothing where it is one.
+    /// Derivative of the score function with respect to the score; `None` where it is constant 1.
     slope: Option<Row<'a>>,
 }
 
 impl RowFunctions<'_> {
-    /// Whether the row sees a key, as far as the mask function says.
+    /// Tells whether the mask function lets the row see a key.
     pub fn sees(&mut self, key: usize) -> bool {
         self.mask.as_mut().is_none_or(|row| row.sees(key))
     }
 
-    /// What a score becomes, which everything else has changed already.
+    /// Applies the score function to a score that is already scaled, capped and biased.
     pub fn score(&mut self, key: usize, score: f64) -> f64 {
         self.score.as_mut().map_or(score, |row| row.score(key, score))
     }
 
-    /// What the result changes by when the score does.
+    /// Returns the derivative of the score function at a key and score.
     pub fn slope(&mut self, key: usize, score: f64) -> f64 {
         self.slope.as_mut().map_or(1.0, |row| row.score(key, score))
     }
@@ -271,7 +279,7 @@ mod tests {
         for other in [
             moved.backward(),
             problem.clone().with_scores(capped.with_softcap(5.0)),
-            // Slopes would come after the cap.
+            // The function caps scores with their ALiBi bias; a named softcap comes before the bias.
             problem.with_scores(capped.with_alibi(Alibi::PerHead)),
         ] {
             assert_eq!(other.with_rules_by_name(), other);
@@ -292,7 +300,7 @@ mod tests {
         let causal = Mask::from_fn("causal", |at| at.query().ge(at.key()));
         let causal = problem.with_mask(causal);
         assert_eq!(causal.with_windows_by_name().mask, Mask::CAUSAL);
-        // Of lengths of their own, queries stand elsewhere.
+        // With fewer queries than keys, query indices differ from positions.
         let ragged = Problem { query_length: 8, ..causal };
         assert_eq!(ragged.with_windows_by_name(), ragged);
     }
@@ -328,10 +336,10 @@ mod tests {
                 }
             }
         }
-        // What is loaded is not known.
+        // The contents of captured tensors are unknown: every pair counts.
         let loads = Mask::from_fn("loads", |at| at.truths("seen").load([at.query(), at.key()]));
         assert_eq!(Problem::new(1, 1, 20, 8).with_mask(loads).visible_pairs(), 400);
-        // And what takes long is guessed.
+        // A pattern too fine to search is estimated.
         let dotted = Mask::from_fn("dotted", |at| ((at.query() * 7 + at.key()) % 2).eq(0));
         let problem = Problem::new(1, 1, 20_000, 8).with_mask(dotted);
         assert!((1.5e8..2.5e8).contains(&(problem.visible_pairs() as f64)));

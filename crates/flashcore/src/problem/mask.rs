@@ -9,11 +9,11 @@ use serde::Serialize;
 
 use super::function;
 
-/// Which keys a query may see: those of one interval around its position. A masked key contributes
-/// nothing, even if it holds NaN.
+/// Which keys a query may see: those in one interval around its position, less those that a
+/// function hides. A masked key contributes nothing, even if it holds NaN.
 ///
-/// Queries are aligned to the end of the keys: query `i` stands at position
-/// `i + key_length - query_length`, so the last query stands at the last key, whatever the lengths.
+/// Queries are aligned to the end of the keys: query `i` has the position
+/// `i + key_length - query_length`, so the last query is at the last key, whatever the lengths.
 ///
 /// ```
 /// use flashcore::Mask;
@@ -26,14 +26,14 @@ use super::function;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[non_exhaustive]
 pub struct Mask {
-    /// Keys before the query's position that it sees; all of them when `None`.
+    /// Number of keys before the query's position that it sees; all of them when `None`.
     pub left: Option<usize>,
-    /// Keys after the query's position that it sees; all of them when `None`.
+    /// Number of keys after the query's position that it sees; all of them when `None`.
     pub right: Option<usize>,
-    /// Positions come in chunks of this size, and a query sees keys of its own chunk only
-    /// (`attention_chunk`).
+    /// Size of the chunks into which positions are divided; a query sees only keys of its own chunk
+    /// (`attention_chunk`). No chunks when `None`.
     pub chunk: Option<NonZeroUsize>,
-    /// A function that hides further keys of the interval.
+    /// A function that hides further keys within the interval.
     #[serde(serialize_with = "function::as_text", skip_serializing_if = "Option::is_none")]
     pub function: Option<Function>,
 }
@@ -44,12 +44,13 @@ impl Mask {
     /// A query sees the keys up to its own position.
     pub const CAUSAL: Mask = Mask { right: Some(0), ..Mask::NONE };
 
-    /// A sliding window; a causal one has `right` zero.
+    /// Returns a sliding window; a causal one has `right` zero.
     pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
         Mask { left, right, ..Mask::NONE }
     }
 
-    /// A mask as a function of where query and key stand, with a name of the caller's.
+    /// Returns a mask given by a function of the query and key positions, under a name that the
+    /// caller chooses.
     ///
     /// ```
     /// use flashcore::{Mask, Problem};
@@ -62,29 +63,30 @@ impl Mask {
     ///
     /// # Panics
     ///
-    /// Where the closure does, or the name is no word.
+    /// Panics if the closure does, or if `name` is not a word of letters, digits, `_`, `-` and `.`.
     #[track_caller]
     pub fn from_fn(name: &str, seen: impl for<'t> FnOnce(At<'t>) -> Traced<'t, bool>) -> Self {
         Mask::NONE.with_function(Function::mask(name, seen))
     }
 
-    /// The same, less what a function hides.
+    /// Adds a function that hides further keys.
     pub const fn with_function(self, function: Function) -> Self {
         Mask { function: Some(function), ..self }
     }
 
-    /// The same without a function.
+    /// Removes the function.
     pub const fn without_function(self) -> Self {
         Mask { function: None, ..self }
     }
 
-    /// The same within chunks of so many positions; of zero there are none.
+    /// Restricts queries to the keys of their own chunk of `positions` positions; zero means no
+    /// chunks.
     pub const fn with_chunk(self, positions: usize) -> Self {
         Mask { chunk: NonZeroUsize::new(positions), ..self }
     }
 
-    /// The keys that `query` sees, as one range; empty for a fully masked row. A function may hide
-    /// some of them.
+    /// Returns the range of keys that `query` sees, without regard to the function; empty for a
+    /// fully masked row.
     ///
     /// ```
     /// use flashcore::Mask;
@@ -110,14 +112,14 @@ impl Mask {
         if begin < end { begin as usize..end as usize } else { 0..0 }
     }
 
-    /// How many (query, key) pairs one head of one sequence computes.
+    /// Counts the (query, key) pairs that one head of one sequence computes.
     pub(super) fn visible_pairs(self, query_length: usize, key_length: usize) -> u128 {
         let (queries, keys) = (query_length as i128, key_length as i128);
         let Some(chunk) = self.chunk.map(|chunk| chunk.get() as i128) else {
             return self.pairs_between(keys - queries, queries, keys);
         };
-        // Positions from 0 on; those before see nothing. All chunks but the first and the last of
-        // them are alike: the same queries over the same keys.
+        // Only positions from 0 on see anything. All chunks but the first and the last have the
+        // same number of pairs: the same queries over the same keys.
         let first = (keys - queries).max(0);
         let in_chunk = |begin: i128, end: i128| {
             let within = begin.rem_euclid(chunk);
@@ -134,9 +136,10 @@ impl Mask {
         in_chunk(first, head).saturating_add(whole).saturating_add(last)
     }
 
-    /// The pairs of `queries` queries from a position on with `keys` keys, by the window alone.
+    /// Counts the pairs of `queries` queries, from `position` on, with `keys` keys, by the window
+    /// alone.
     fn pairs_between(self, position: i128, queries: i128, keys: i128) -> u128 {
-        // Keys before the bound that a query at position p has at p + shift, over all queries.
+        // Sum over all queries of the number of keys before `p + shift`, for a query at position p.
         let before = |shift: i128| {
             let first = position + shift;
             clamped_sum(first + queries - 1, keys) - clamped_sum(first - 1, keys)
@@ -148,7 +151,7 @@ impl Mask {
     }
 }
 
-/// The sum of min(x, most) over the positive x up to `last`.
+/// Returns the sum of min(x, most) over the positive integers x up to `last`.
 fn clamped_sum(last: i128, most: i128) -> i128 {
     let rising = last.clamp(0, most);
     let flat = (last - most).max(0);
@@ -156,7 +159,8 @@ fn clamped_sum(last: i128, most: i128) -> i128 {
 }
 
 impl fmt::Display for Mask {
-    /// As in the text of a problem: `causal`, `window=4096:0`, `window=:,chunk=8192`.
+    /// Writes the mask as in the text of a problem: `causal`, `window=4096:0`,
+    /// `window=:,chunk=8192`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let side = |keys: Option<usize>| keys.map_or(String::new(), |it| it.to_string());
         let mut words = Vec::new();

@@ -1,13 +1,13 @@
-//! The description of what is asked: sizes, element types, mask, scores, where sequences lie and
-//! what is wanted, without the tensors.
+//! The description of an attention call without its tensors: sizes, element types, mask, scores,
+//! storage of the sequences and which results are wanted.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `descale` | what 8-bit numbers are multiplied with |
+//! | `descale` | scale factors of 8-bit tensors |
 //! | `mask` | which keys a query sees |
-//! | `scores` | what becomes of the product of a query and a key |
+//! | `scores` | how the product of a query and a key becomes a score |
 //! | `function` | masks and scores as functions, and the tensors that they load from |
-//! | `storage` | how the rows of sequences lie in tensors |
+//! | `storage` | how the rows of sequences are stored in tensors |
 //! | `text` | problems as short texts |
 
 mod descale;
@@ -52,21 +52,21 @@ use crate::tensor::Shape;
 /// # Ok::<(), flashcore::ProblemError>(())
 /// ```
 ///
-/// Sequences of unequal lengths are the same problem with another [`Storage`] of queries and keys:
-/// lengths are then the longest that there can be, and lists on the host or on the device say what
-/// they are.
+/// Batches of sequences of unequal lengths are the same problem with another [`Storage`] of queries
+/// and keys: `query_length` and `key_length` are then upper bounds, and lists on the host or on the
+/// device hold the actual lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
-    /// Sequences in the batch.
+    /// Number of sequences in the batch.
     pub batch: usize,
-    /// Heads of the query and of the output.
+    /// Number of heads of the query and of the output.
     pub query_heads: usize,
-    /// Heads of key and value; divides `query_heads`.
+    /// Number of heads of key and value; divides `query_heads`.
     pub kv_heads: usize,
-    /// Queries per sequence; the most, where lengths differ.
+    /// Queries per sequence; the maximum over the batch where lengths differ.
     pub query_length: usize,
-    /// Keys (and values) per sequence; the most, where lengths differ.
+    /// Keys (and values) per sequence; the maximum over the batch where lengths differ.
     pub key_length: usize,
     /// Elements of one query or key vector.
     pub head_dim: usize,
@@ -74,61 +74,62 @@ pub struct Problem {
     pub value_head_dim: usize,
     /// The element type of each tensor. The log-sum-exp is always f32.
     pub dtypes: DTypes,
-    /// Which descale factors of 8-bit tensors there are.
+    /// Which 8-bit tensors come with descale factors, and at which granularity.
     pub descales: Descales,
     /// Which keys a query may see.
     pub mask: Mask,
-    /// What becomes of the product of a query and a key.
+    /// How the product of a query and a key becomes a score: scale, softcap, ALiBi, sinks,
+    /// function.
     pub scores: Scores,
-    /// How the queries, and with them the outputs, lie.
+    /// Storage of the queries and of the outputs.
     pub queries: Storage,
-    /// How the keys and values lie.
+    /// Storage of the keys and values.
     pub keys: Storage,
-    /// Which lists there are beside the tensors.
+    /// Which per-sequence lists (lengths, padding, batch index) are passed beside the tensors.
     pub lists: Lists,
-    /// Whether the log-sum-exp is wanted besides the output.
+    /// Whether the log-sum-exp is wanted in addition to the output.
     pub lse: bool,
-    /// Whether outputs are wanted, or gradients.
+    /// Whether the output or the gradients are computed.
     pub pass: Pass,
-    /// Whether gradients must be the same bit for bit from run to run.
+    /// Whether gradients must be bitwise identical from run to run.
     pub deterministic: bool,
-    /// Whether the outputs of a query must be the same bit for bit whatever is computed with it.
+    /// Whether the output of a query must be bitwise identical whatever else is in the batch.
     pub batch_invariant: bool,
 }
 
-/// What is wanted of attention.
+/// Direction of the computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pass {
     /// The output, from queries, keys and values.
     #[default]
     Forward,
-    /// The gradients of queries, keys and values, from these, the output, its log-sum-exps and its
-    /// gradient.
+    /// The gradients of queries, keys and values, from the inputs, the output, its log-sum-exp and
+    /// the gradient of the output.
     Backward,
 }
 
 /// The element type of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct DTypes {
-    /// The queries'.
+    /// Element type of the queries.
     pub query: DType,
-    /// The keys'.
+    /// Element type of the keys.
     pub key: DType,
-    /// The values'.
+    /// Element type of the values.
     pub value: DType,
-    /// The output's.
+    /// Element type of the output.
     pub output: DType,
 }
 
 impl DTypes {
-    /// One type for all.
+    /// Uses one type for all tensors.
     pub const fn all(dtype: DType) -> Self {
         DTypes { query: dtype, key: dtype, value: dtype, output: dtype }
     }
 
-    /// One type for queries, keys and values, and for the output too unless it has 8 bits: then
-    /// the output is bf16.
+    /// Uses one type for queries, keys and values, and for the output as well unless the type has 8
+    /// bits: the output is then bf16.
     pub const fn inputs(dtype: DType) -> Self {
         let output = match dtype {
             DType::E4M3 | DType::E5M2 | DType::Int8 => DType::BF16,
@@ -137,7 +138,7 @@ impl DTypes {
         DTypes { output, ..DTypes::all(dtype) }
     }
 
-    /// The type that all have, or in words that they differ.
+    /// Returns the type that all four tensors share, or a message that they differ.
     pub fn uniform(&self) -> Result<DType, String> {
         match *self == DTypes::all(self.query) {
             true => Ok(self.query),
@@ -156,14 +157,14 @@ impl fmt::Display for DTypes {
     }
 }
 
-/// Why a [`Problem`] makes no sense.
+/// Why a [`Problem`] is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProblemError {
     /// A size that must be positive is zero.
     #[error("{0} must be at least 1")]
     Zero(&'static str),
-    /// Query heads cannot be shared out evenly.
+    /// The query heads are not a multiple of the key/value heads.
     #[error("{query_heads} query heads cannot be divided among {kv_heads} key/value heads")]
     Heads {
         /// The problem's query heads.
@@ -174,32 +175,33 @@ pub enum ProblemError {
     /// The softmax scale is infinite or not a number.
     #[error("the softmax scale must be finite, not {0}")]
     Scale(f32),
-    /// A score rule makes no sense.
+    /// A score rule is invalid.
     #[error(transparent)]
     Scores(#[from] scores::ScoreError),
-    /// Element types or descale factors make no sense.
+    /// The element types or descale factors are invalid.
     #[error(transparent)]
     Elements(#[from] ElementError),
-    /// A function does not belong where it stands.
+    /// A mask function is given as a score function or the other way round, or both load from a
+    /// tensor of the same name with different types or ranks.
     #[error("{0}")]
     Function(String),
-    /// Sequences lie in a way that makes no sense.
+    /// The storage of queries or keys is invalid.
     #[error("{0}")]
     Storage(&'static str),
-    /// Outputs are asked for in a way that only gradients can be.
+    /// `deterministic` is set on a forward problem.
     #[error("deterministic is said of gradients alone, and outputs are asked for")]
     Deterministic,
-    /// Gradients are asked for in a way that only outputs can be.
+    /// `batch_invariant` is set on a backward problem.
     #[error("batch_invariant is said of outputs alone, and gradients are asked for")]
     BatchInvariant,
-    /// A tensor of this problem cannot be addressed.
+    /// A tensor of this problem would be too large to address.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
 }
 
 impl Problem {
-    /// Self-attention over `batch` sequences: as many key/value heads as query heads, as many
-    /// keys as queries, equal head dims, f16, no mask, the default scale.
+    /// Describes self-attention over `batch` sequences: as many key/value heads as query heads, as
+    /// many keys as queries, equal head dims, f16, no mask, the default scale.
     pub fn new(batch: usize, heads: usize, length: usize, head_dim: usize) -> Self {
         Problem {
             batch,
@@ -223,8 +225,8 @@ impl Problem {
         }
     }
 
-    /// The gradients of this problem's output. That its bits do not depend on the batch is not said
-    /// of them.
+    /// Asks for the gradients of this problem. Clears `batch_invariant`, which gradients
+    /// do not support.
     ///
     /// ```
     /// use flashcore::{Pass, Problem};
@@ -237,12 +239,14 @@ impl Problem {
         Problem { pass: Pass::Backward, batch_invariant: false, ..self }
     }
 
-    /// Ask for the output that the gradients are of.
+    /// Asks for the output of this problem. Clears `deterministic`, which only gradients
+    /// have.
     pub fn forward(self) -> Self {
         Problem { pass: Pass::Forward, deterministic: false, ..self }
     }
 
-    /// Gradients that are the same bit for bit from run to run, whatever else the GPU does.
+    /// Asks for gradients that are bitwise identical from run to run, whatever else the GPU is
+    /// doing.
     ///
     /// ```
     /// use flashcore::Problem;
@@ -255,10 +259,11 @@ impl Problem {
         Problem { deterministic: true, ..self }
     }
 
-    /// Outputs of a query, and its log-sum-exp, that are the same bit for bit whatever else is in the
-    /// batch, however many queries of its sequence come in one call, and wherever its keys lie: they
-    /// depend on the query, on the keys and values that it sees, and on its position among them. On
-    /// one kind of GPU, that is, and with finite values; docs/serving.md says what it costs.
+    /// Asks for an output and a log-sum-exp of each query that are bitwise identical whatever else
+    /// is in the batch, however many queries of its sequence come in one call, and wherever its
+    /// keys are stored: they depend only on the query, on the keys and values that it sees, and on
+    /// its position among them. The guarantee holds on one kind of GPU and for finite values;
+    /// docs/serving.md describes how it works and what it costs.
     ///
     /// ```
     /// use flashcore::gpu::Chip;
@@ -273,68 +278,70 @@ impl Problem {
         Problem { batch_invariant: true, ..self }
     }
 
-    /// Share each key/value head among `query_heads / kv_heads` query heads.
+    /// Shares each key/value head among `query_heads / kv_heads` query heads (grouped-query
+    /// attention).
     pub fn with_kv_heads(self, kv_heads: usize) -> Self {
         Problem { kv_heads, ..self }
     }
 
-    /// Attend to `key_length` keys, as with a cache or an encoder.
+    /// Sets the number of keys where it differs from the number of queries, as with a cache or an
+    /// encoder.
     pub fn with_key_length(self, key_length: usize) -> Self {
         Problem { key_length, ..self }
     }
 
-    /// Give values and output a head dim of their own.
+    /// Sets the head dim of values and output where it differs from that of queries and keys.
     pub fn with_value_head_dim(self, value_head_dim: usize) -> Self {
         Problem { value_head_dim, ..self }
     }
 
-    /// Set the element type of all tensors; the output of 8-bit ones is bf16.
+    /// Sets the element type of all tensors; the output of 8-bit inputs is bf16.
     pub fn with_dtype(self, dtype: DType) -> Self {
         Problem { dtypes: DTypes::inputs(dtype), ..self }
     }
 
-    /// Give keys and values an element type of their own, as in an 8-bit cache.
+    /// Sets the element type of keys and values, as for an 8-bit cache.
     pub fn with_kv_dtype(self, dtype: DType) -> Self {
         Problem { dtypes: DTypes { key: dtype, value: dtype, ..self.dtypes }, ..self }
     }
 
-    /// Give the output an element type of its own.
+    /// Sets the element type of the output.
     pub fn with_output_dtype(self, dtype: DType) -> Self {
         Problem { dtypes: DTypes { output: dtype, ..self.dtypes }, ..self }
     }
 
-    /// Set which descale factors there are.
+    /// Sets which descale factors there are.
     pub fn with_descales(self, descales: Descales) -> Self {
         Problem { descales, ..self }
     }
 
-    /// Set the mask.
+    /// Sets the mask.
     pub fn with_mask(self, mask: Mask) -> Self {
         Problem { mask, ..self }
     }
 
-    /// Set the softmax scale.
+    /// Sets the softmax scale.
     pub fn with_scale(self, scale: f32) -> Self {
         Problem { scores: self.scores.with_scale(scale), ..self }
     }
 
-    /// Set what becomes of the product of a query and a key.
+    /// Sets how the product of a query and a key becomes a score.
     pub fn with_scores(self, scores: Scores) -> Self {
         Problem { scores, ..self }
     }
 
-    /// Set how queries and keys lie.
+    /// Sets the storage of queries and keys.
     pub fn with_storage(self, queries: Storage, keys: Storage) -> Self {
         Problem { queries, keys, ..self }
     }
 
-    /// Set which lists there are.
+    /// Sets which per-sequence lists are passed beside the tensors.
     pub fn with_lists(self, lists: Lists) -> Self {
         Problem { lists, ..self }
     }
 
-    /// Refuse what has no meaning. Lengths and batch may be zero: a row without keys gives
-    /// output 0 and a log-sum-exp of minus infinity, no queries give an empty output.
+    /// Checks that the problem is consistent. Lengths and batch may be zero: a row without keys
+    /// gives output 0 and a log-sum-exp of minus infinity, no queries give an empty output.
     pub fn validate(&self) -> Result<(), ProblemError> {
         let positive = [
             ("head dim", self.head_dim),
@@ -371,14 +378,14 @@ impl Problem {
             ("output", self.output_shape()),
         ];
         for (name, shape) in tensors {
-            // Four bytes whatever the type: back ends hold f32 copies.
+            // Four bytes per element whatever the type: back ends hold f32 copies.
             shape
                 .elements()
                 .and_then(|elements| elements.checked_mul(4))
                 .filter(|bytes| isize::try_from(*bytes).is_ok())
                 .ok_or(ProblemError::TooLarge(name))?;
         }
-        // Positions are added to one another when masks are evaluated.
+        // Evaluating a mask adds query and key positions: the sum must not overflow.
         let positions = self.query_length.checked_add(self.key_length);
         if positions.is_none_or(|sum| sum > isize::MAX as usize) {
             return Err(ProblemError::TooLarge("key"));
@@ -386,60 +393,62 @@ impl Problem {
         Ok(())
     }
 
-    /// The softmax scale in force.
+    /// Returns the softmax scale: the one that was set, or `1 / sqrt(head_dim)`.
     pub fn scale(&self) -> f32 {
         self.scores.scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
     }
 
-    /// Query heads per key/value head.
+    /// Returns the number of query heads per key/value head.
     pub fn group_size(&self) -> usize {
         self.query_heads / self.kv_heads
     }
 
-    /// The key/value head that `query_head` reads.
+    /// Returns the key/value head that `query_head` reads.
     pub fn kv_head(&self, query_head: usize) -> usize {
         query_head / self.group_size()
     }
 
-    /// The keys of sequence `batch` that `query` sees.
+    /// Returns the keys of sequence `batch` that `query` sees. A mask function may hide some of
+    /// them.
     pub fn visible_keys(&self, batch: usize, query: usize) -> Range<usize> {
         debug_assert!(batch < self.batch && query < self.query_length);
         self.mask.visible_keys(query, self.query_length, self.key_length)
     }
 
-    /// The element type of the queries, and as a rule of all tensors.
+    /// Returns the element type of the queries, which is usually that of all tensors.
     pub fn dtype(&self) -> DType {
         self.dtypes.query
     }
 
-    /// The shape of the query tensor.
+    /// Returns the shape of the query tensor.
     pub fn query_shape(&self) -> Shape {
         self.queries.shape(self.batch, self.query_length, self.query_heads, self.head_dim)
     }
 
-    /// The shape of the key tensor.
+    /// Returns the shape of the key tensor.
     pub fn key_shape(&self) -> Shape {
         self.keys.shape(self.batch, self.key_length, self.kv_heads, self.head_dim)
     }
 
-    /// The shape of the value tensor.
+    /// Returns the shape of the value tensor.
     pub fn value_shape(&self) -> Shape {
         Shape { dim: self.value_head_dim, ..self.key_shape() }
     }
 
-    /// The shape of the output tensor.
+    /// Returns the shape of the output tensor.
     pub fn output_shape(&self) -> Shape {
         Shape { dim: self.value_head_dim, ..self.query_shape() }
     }
 
-    /// Rows of the softmax, and log-sum-exps: one per query head and row of the query tensor.
+    /// Returns the number of softmax rows, which is also the number of log-sum-exps: one per query
+    /// head and row of the query tensor.
     pub fn rows(&self) -> usize {
         let Shape { batch, length, heads, .. } = self.query_shape();
         batch * length * heads
     }
 
-    /// The (query, key) pairs that the mask leaves, over all heads and the whole batch, were all
-    /// sequences as long as they can be.
+    /// Counts the (query, key) pairs that the mask leaves visible, over all heads and the whole
+    /// batch, as if every sequence had the maximum lengths.
     pub fn visible_pairs(&self) -> u128 {
         if let Some(function) = self.mask.function {
             return self.pairs_by_function(function);
@@ -448,9 +457,9 @@ impl Problem {
         self.mask.visible_pairs(self.query_length, self.key_length).saturating_mul(heads)
     }
 
-    /// Floating-point operations by the published convention: two products over every
-    /// (query, key) pair, halved for causal; with a window, over the visible pairs. This is what
-    /// TFLOP/s are quoted with.
+    /// Counts floating-point operations by the published convention: two matrix products over every
+    /// (query, key) pair, halved for a causal mask; under any other mask, over the visible pairs.
+    /// TFLOP/s are quoted with this count.
     ///
     /// ```
     /// use flashcore::{Mask, Problem};
@@ -472,13 +481,15 @@ impl Problem {
         share * pairs * self.flops_per_pair()
     }
 
-    /// Floating-point operations over exactly the pairs that the mask leaves.
+    /// Counts floating-point operations over exactly the (query, key) pairs that the mask leaves
+    /// visible.
     pub fn visible_flops(&self) -> f64 {
         self.visible_pairs() as f64 * self.flops_per_pair()
     }
 
-    /// A multiplication and an addition per element of the query and of the value; backward,
-    /// three products have the query's width and two the value's.
+    /// Forward: a multiplication and an addition per element of the query (S = QK^T) and of the
+    /// value (O = PV). Backward: three products over `head_dim` (S, dQ, dK) and two over
+    /// `value_head_dim` (dP, dV).
     fn flops_per_pair(&self) -> f64 {
         let (dim, value_dim) = (self.head_dim as f64, self.value_head_dim as f64);
         match self.pass {

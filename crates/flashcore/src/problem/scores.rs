@@ -1,4 +1,4 @@
-//! What becomes of the product of a query and a key before the softmax.
+//! How the product of a query and a key becomes the score that enters the softmax.
 //!
 //! ```text
 //! s = scale * (q . k)
@@ -7,7 +7,7 @@
 //! s = function(s, where it stands)      with a function
 //! ```
 //!
-//! A sink is one more score in every row, without a value.
+//! A sink is one more score in every row, for which there is no value vector.
 
 use std::hash::{Hash, Hasher};
 
@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::{Problem, function};
 
-/// The rules by which products become scores.
+/// The rules that turn the product of a query and a key into a score.
 ///
 /// ```
 /// use flashcore::{Alibi, Problem, Scores};
@@ -32,35 +32,35 @@ pub struct Scores {
     pub scale: Option<f32>,
     /// Scaled scores `s` become `softcap * tanh(s / softcap)`.
     pub softcap: Option<f32>,
-    /// Slopes by which scores fall with the distance between query and key. The slopes themselves
-    /// are among the inputs.
+    /// Whether scores are lowered by a slope times the distance between query and key. The slopes
+    /// themselves are among the inputs.
     pub alibi: Alibi,
-    /// Whether each query head has a sink: one more score in every row, without a value. It takes
-    /// its share of the weights and counts in the log-sum-exp, which is the sink itself in a row
-    /// that sees no key. The sinks themselves are among the inputs.
+    /// Whether each query head has a sink: one more score in every row, without a value vector. It
+    /// takes its share of the softmax weights and counts in the log-sum-exp, which is the sink
+    /// itself in a row that sees no key. The sinks themselves are among the inputs.
     pub sinks: bool,
-    /// What scores become after everything else.
+    /// A function that is applied to scores after all other rules.
     #[serde(serialize_with = "function::as_text", skip_serializing_if = "Option::is_none")]
     pub function: Option<Function>,
 }
 
-/// Whether there are ALiBi slopes, and of what.
+/// Granularity of the ALiBi slopes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Alibi {
-    /// None.
+    /// No slopes.
     #[default]
     None,
-    /// One for each query head.
+    /// One slope per query head.
     PerHead,
-    /// One for each sequence and query head.
+    /// One slope per sequence and query head.
     PerSequence,
 }
 
-/// Why [`Scores`] make no sense.
+/// Why [`Scores`] are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ScoreError {
-    /// The softcap is no positive number.
+    /// The softcap is not a positive finite number.
     #[error("the softcap must be positive and finite, not {0}")]
     Softcap(f32),
 }
@@ -70,39 +70,38 @@ impl Scores {
         Scores { scale: None, softcap: None, alibi: Alibi::None, sinks: false, function: None };
     const CAPPED: Scores = Scores { softcap: Some(30.0), ..Scores::PLAIN };
 
-    /// Each rule alone, for those who try or measure one after the other: a cap of 30, slopes of
-    /// heads, sinks.
+    /// Each rule alone, for tests and measurements: a softcap of 30, a slope per head, sinks.
     pub const EACH_RULE: [Scores; 3] = [
         Scores::CAPPED,
         Scores { alibi: Alibi::PerHead, ..Scores::PLAIN },
         Scores { sinks: true, ..Scores::PLAIN },
     ];
-    /// Every rule together, with a cap that most scores feel.
+    /// All rules together, with a softcap low enough to change most scores.
     pub const EVERY_RULE: Scores =
         Scores { softcap: Some(2.0), alibi: Alibi::PerHead, sinks: true, ..Scores::PLAIN };
 
-    /// Set the softmax scale.
+    /// Sets the softmax scale.
     pub fn with_scale(self, scale: f32) -> Self {
         Scores { scale: Some(scale), ..self }
     }
 
-    /// Cap the scaled scores.
+    /// Sets the softcap.
     pub fn with_softcap(self, softcap: f32) -> Self {
         Scores { softcap: Some(softcap), ..self }
     }
 
-    /// Give query heads ALiBi slopes.
+    /// Sets the granularity of the ALiBi slopes.
     pub fn with_alibi(self, alibi: Alibi) -> Self {
         Scores { alibi, ..self }
     }
 
-    /// Give query heads sinks.
+    /// Gives each query head a sink.
     pub fn with_sinks(self) -> Self {
         Scores { sinks: true, ..self }
     }
 
-    /// Scores as a function of the scaled score and of where query and key stand, with a name of the
-    /// caller's.
+    /// Returns rules that consist of a function of the scaled score and of the query and key
+    /// positions, under a name that the caller chooses.
     ///
     /// ```
     /// use flashcore::{Problem, Scores};
@@ -115,7 +114,7 @@ impl Scores {
     ///
     /// # Panics
     ///
-    /// Where the closure does, or the name is no word.
+    /// Panics if the closure does, or if `name` is not a word of letters, digits, `_`, `-` and `.`.
     #[track_caller]
     pub fn from_fn(
         name: &str,
@@ -124,17 +123,17 @@ impl Scores {
         Scores::PLAIN.with_function(Function::score(name, score))
     }
 
-    /// Put scores through a function at last.
+    /// Sets the function that is applied to scores last.
     pub fn with_function(self, function: Function) -> Self {
         Scores { function: Some(function), ..self }
     }
 
-    /// Whether there are slopes.
+    /// Tells whether there are ALiBi slopes.
     pub fn has_alibi(&self) -> bool {
         self.alibi != Alibi::None
     }
 
-    /// Whether there is any rule beyond a scale.
+    /// Tells whether there is any rule besides the scale.
     pub fn has_rules(&self) -> bool {
         Scores { scale: None, ..*self } != Scores::PLAIN
     }
@@ -146,7 +145,7 @@ impl Scores {
         }
     }
 
-    /// What is not plain about them, for people and in the text of a problem.
+    /// Returns the words of a problem's text for the rules that are set.
     pub(super) fn words(&self) -> Vec<String> {
         let mut words = Vec::new();
         words.extend(self.scale.map(|scale| format!("scale={scale}")));
@@ -161,7 +160,7 @@ impl Scores {
         words
     }
 
-    /// Takes a word of the text of a problem in, if it is one of these.
+    /// Parses one word of a problem's text. Returns `None` if it does not name a score rule.
     pub(super) fn take(&mut self, name: &str, value: Option<&str>) -> Option<Result<(), ()>> {
         let number = |value: Option<&str>| value.and_then(|it| it.parse::<f32>().ok()).ok_or(());
         match (name, value) {
@@ -177,7 +176,7 @@ impl Scores {
 }
 
 impl Problem {
-    /// What kernels are built for.
+    /// Returns the mask kind and the score rules that kernels of this problem are built for.
     pub(crate) fn rules(&self, mask: kernels::attention::MaskKind) -> kernels::attention::Rules {
         kernels::attention::Rules {
             mask,
@@ -189,22 +188,22 @@ impl Problem {
         }
     }
 
-    /// Cap the scaled scores.
+    /// Sets the softcap.
     pub fn with_softcap(self, softcap: f32) -> Self {
         Problem { scores: self.scores.with_softcap(softcap), ..self }
     }
 
-    /// Give query heads ALiBi slopes.
+    /// Gives each query head an ALiBi slope.
     pub fn with_alibi(self) -> Self {
         Problem { scores: self.scores.with_alibi(Alibi::PerHead), ..self }
     }
 
-    /// Give query heads sinks.
+    /// Gives each query head a sink.
     pub fn with_sinks(self) -> Self {
         Problem { scores: self.scores.with_sinks(), ..self }
     }
 
-    /// A factor of the scores as kernels are passed it.
+    /// Returns the value of a scale parameter of a kernel.
     pub(crate) fn factor(&self, factor: kernels::parameter::Scale) -> f32 {
         use kernels::parameter::Scale;
         let log2e = std::f32::consts::LOG2_E;
@@ -225,7 +224,7 @@ impl Scores {
     }
 }
 
-/// By their bits, so that a problem can be looked up.
+/// Compares numbers by their bits, so that a problem can be a key of a hash map.
 impl PartialEq for Scores {
     fn eq(&self, other: &Self) -> bool {
         self.bits() == other.bits()
@@ -240,19 +239,20 @@ impl Hash for Scores {
     }
 }
 
-/// The scores of one row: what its products with keys become.
+/// The score rules of one row (its score function apart), evaluated on the host.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowScores {
     scale: f64,
     cap: Option<f64>,
-    /// ALiBi's; zero without.
+    /// ALiBi slope; zero without ALiBi.
     slope: f64,
-    /// The position of the query among the keys; negative where there are more queries.
+    /// Position of the query among the keys; negative for the first queries where there are more
+    /// queries than keys.
     position: i64,
 }
 
 impl RowScores {
-    /// The scores of `query` in a sequence of these lengths, under a head's ALiBi slope.
+    /// Returns the rules for `query` in a sequence of these lengths, with its head's ALiBi slope.
     pub fn of(
         problem: &Problem,
         query: usize,
@@ -268,27 +268,27 @@ impl RowScores {
         }
     }
 
-    /// The cap, if there is one.
+    /// Returns the softcap, if there is one.
     pub(crate) fn cap(&self) -> Option<f32> {
         self.cap.map(|cap| cap as f32)
     }
 
-    /// ALiBi's slope; zero without.
+    /// Returns the ALiBi slope; zero without ALiBi.
     pub(crate) fn slope(&self) -> f32 {
         self.slope as f32
     }
 
-    /// Where the query stands among the keys.
+    /// Returns the position of the query among the keys.
     pub(crate) fn position(&self) -> f32 {
         self.position as f32
     }
 
-    /// The score of a key from its product with the query.
+    /// Returns the score of a key from its product with the query.
     pub fn score(&self, product: f64, key: usize) -> f64 {
         self.adjust(self.scale * product, key)
     }
 
-    /// The score of a key from its scaled product with the query.
+    /// Returns the score of a key from its scaled product with the query.
     pub fn adjust(&self, scaled: f64, key: usize) -> f64 {
         let capped = self.cap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
         if self.slope == 0.0 {

@@ -1,13 +1,13 @@
-//! How the rows of sequences lie in a tensor, and which lists say so.
+//! How the rows of sequences are stored in a tensor, and the lists that say where each sequence is.
 
 use serde::Serialize;
 
 use super::Problem;
 use crate::tensor::Shape;
 
-/// How the rows of sequences lie in a tensor (batch, length, heads, dim).
+/// How the rows of sequences are stored in a tensor (batch, length, heads, dim).
 ///
-/// | | where position `p` of sequence `i` is | the tensor |
+/// | | location of position `p` of sequence `i` | the tensor |
 /// | --- | --- | --- |
 /// | `Padded` | batch entry `i`, row `p` | (sequences, length, heads, dim) |
 /// | `Entries` | batch entry `batch_index[i]`, row `p` | (entries, length, heads, dim) |
@@ -16,41 +16,44 @@ use crate::tensor::Shape;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
-    /// A batch entry for each sequence.
+    /// One batch entry per sequence.
     #[default]
     Padded,
-    /// A cache of so many batch entries, of which a list names one for each sequence
-    /// (`cache_batch_idx`), or the first ones are theirs.
+    /// A cache of this many batch entries. A list names the entry of each sequence
+    /// (`cache_batch_idx`); without it, sequence `i` has entry `i`.
     Entries(usize),
-    /// Sequence after sequence in so many rows, with a list of where they begin (`cu_seqlens`).
+    /// All sequences one after the other in this many rows, with a list of their starts
+    /// (`cu_seqlens`).
     Packed(usize),
-    /// Pages that a block table names.
+    /// Pages of a cache, located through a block table.
     Paged {
-        /// Positions of a page.
+        /// Positions per page.
         size: usize,
-        /// Pages of a sequence in the block table.
+        /// Columns of the block table: the most pages that one sequence can have.
         columns: usize,
-        /// Pages in all.
+        /// Pages in the cache.
         pages: usize,
     },
 }
 
-/// Which lists of numbers there are, one number for each sequence, besides those that the storage
-/// itself needs.
+/// Which lists are passed besides those that the storage itself needs (starts, block table). Each
+/// holds one number per sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 pub struct Lists {
-    /// How many queries each sequence uses (`seqused_q`).
+    /// Number of queries of each sequence that are used (`seqused_q`).
     pub query_lengths: bool,
-    /// How many keys each sequence uses, left padding included (`seqused_k`, `cache_seqlens`).
+    /// Number of keys of each sequence that are used, left padding included (`seqused_k`,
+    /// `cache_seqlens`).
     pub key_lengths: bool,
-    /// Positions before each sequence that are no part of it (`leftpad_k`).
+    /// Number of positions at the start of each sequence that are skipped (`leftpad_k`).
     pub left_padding: bool,
-    /// The batch entry of each sequence (`cache_batch_idx`).
+    /// Batch entry of each sequence (`cache_batch_idx`).
     pub batch_index: bool,
 }
 
 impl Storage {
-    /// The shape of a tensor of `batch` sequences of up to `length` rows.
+    /// Returns the shape of a tensor with this storage, for `batch` sequences of up to `length`
+    /// rows.
     pub(super) fn shape(self, batch: usize, length: usize, heads: usize, dim: usize) -> Shape {
         let (batch, length) = match self {
             Storage::Padded => (batch, length),
@@ -61,25 +64,25 @@ impl Storage {
         Shape::new(batch, length, heads, dim)
     }
 
-    /// Whether sequences follow each other.
+    /// Tells whether sequences follow one another in one list of rows.
     pub fn is_packed(self) -> bool {
         matches!(self, Storage::Packed(_))
     }
 
-    /// Whether there is a block table.
+    /// Tells whether rows are located through a block table.
     pub fn is_paged(self) -> bool {
         matches!(self, Storage::Paged { .. })
     }
 }
 
 impl Problem {
-    /// Whether every sequence has the problem's lengths and a batch entry of its own.
+    /// Tells whether every sequence has the problem's lengths and a batch entry of its own.
     pub fn has_equal_lengths(&self) -> bool {
         (self.queries, self.keys) == (Storage::Padded, Storage::Padded)
             && self.lists == Lists::default()
     }
 
-    /// Batch entries or pages of the key tensor.
+    /// Returns the number of batch entries or pages of the key tensor.
     pub fn entries(&self) -> usize {
         self.key_shape().batch
     }
@@ -108,7 +111,7 @@ impl Problem {
         faults.into_iter().find(|(fault, _)| *fault).map_or(Ok(()), |(_, fault)| Err(fault))
     }
 
-    /// What is not plain about the storage, for people and in the text of a problem.
+    /// Returns the words of a problem's text for storage and lists that differ from the defaults.
     pub(super) fn storage_words(&self) -> Vec<String> {
         let mut words = Vec::new();
         for (name, storage) in [("queries", self.queries), ("keys", self.keys)] {
@@ -128,7 +131,7 @@ impl Problem {
 }
 
 impl Lists {
-    /// The lists, each with its name in the text of a problem.
+    /// Returns the lists, each with its name in a problem's text.
     fn named(&self) -> [(&'static str, &bool); 4] {
         [
             ("query_lengths", &self.query_lengths),
@@ -138,7 +141,7 @@ impl Lists {
         ]
     }
 
-    /// Adds the list of a name, if it is one.
+    /// Adds the list of this name. Returns false if there is no such list.
     pub(super) fn insert(&mut self, name: &str) -> bool {
         let list = match name {
             "query_lengths" => &mut self.query_lengths,

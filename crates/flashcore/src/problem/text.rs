@@ -7,7 +7,7 @@ use kernels::attention::function::Function;
 use super::{DTypes, Descales, Lists, Mask, Pass, Problem, Scores, Storage};
 use crate::dtype::DType;
 
-/// Why a text is no [`Problem`].
+/// Why a text does not describe a valid [`Problem`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
@@ -20,7 +20,7 @@ pub struct ProblemTextError {
     reason: String,
 }
 
-/// Sizes that a text may give, under their short and their long names.
+/// Sizes that a text may give, with their short and long names.
 const SIZES: [(&str, &str); 7] = [
     ("b", "batch"),
     ("h", "heads"),
@@ -34,19 +34,23 @@ const SIZES: [(&str, &str); 7] = [
 impl FromStr for Problem {
     type Err = ProblemTextError;
 
-    /// Words between commas, in any order: sizes with their short or long names (`b` or `batch`,
-    /// `h` or `heads`, `hk` or `kv_heads`, `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv`
-    /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor; the output of
-    /// 8-bit ones is bf16), the descale factors of 8-bit tensors (`q_descale=head`,
-    /// `k_descale=token`), `causal` or `window=4096:0` (a side left out is open), `chunk=8192`, the
-    /// rules of [`Scores`] by the names of their fields, `mask=` and `score=` with the text of a
-    /// [`Function`], and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
-    /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
-    /// `backward` for gradients, with `deterministic` for the same bits from run to run;
-    /// `batch_invariant` for outputs whose bits do not depend on the batch.
+    /// Parses words between commas, in any order:
     ///
-    /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
-    /// bf16, keys and values like the queries, no mask.
+    /// - sizes with their short or long names: `b` or `batch`, `h` or `heads`, `hk` or `kv_heads`,
+    ///   `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv` or `value_head_dim`
+    /// - an element type, or `q=`, `k=`, `v=`, `o=` for a single tensor; the output of 8-bit inputs
+    ///   is bf16
+    /// - descale factors of 8-bit tensors: `q_descale=head`, `k_descale=token`
+    /// - the mask: `causal`, `window=4096:0` (an omitted side is unbounded), `chunk=8192`
+    /// - the rules of [`Scores`] by the names of their fields
+    /// - `mask=` and `score=` with the text of a [`Function`]
+    /// - storage: `queries=packed:ROWS`, `keys=packed:ROWS`, `keys=entries:COUNT`,
+    ///   `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`]
+    /// - `backward` for gradients, with `deterministic` for the same bits from run to run
+    /// - `batch_invariant` for outputs whose bits do not depend on the batch
+    ///
+    /// Defaults are those of `flashcore attend`: one sequence of 1024, 8 heads of dim 128, bf16,
+    /// keys and values like the queries, no mask.
     ///
     /// ```
     /// use flashcore::{Mask, Problem};
@@ -142,7 +146,7 @@ impl FromStr for Problem {
 }
 
 impl Problem {
-    /// The problem as a text, which parses again.
+    /// Writes the problem as a text that parses to the same problem.
     ///
     /// ```
     /// use flashcore::Problem;

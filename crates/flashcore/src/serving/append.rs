@@ -1,4 +1,4 @@
-//! New keys and values into a cache that lies in host memory.
+//! Appending new keys and values to a cache in host memory, with rotary embeddings.
 
 use super::{Placement, ServingError};
 use crate::dtype::DType;
@@ -7,22 +7,22 @@ use crate::inputs::{InputError, check_factors};
 use crate::quantize;
 use crate::tensor::{Shape, Tensor};
 
-/// Rotary embedding: pairs of columns of a query or a key are rotated by an angle that its position
-/// has.
+/// A rotary embedding: pairs of columns of a query or key are rotated by angles that depend on its
+/// position.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
-    /// The first so many columns are rotated, the others stay.
+    /// Number of leading columns that are rotated; the others are copied.
     pub dim: usize,
-    /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
+    /// Whether adjacent columns form a pair; otherwise columns `i` and `dim / 2 + i` do.
     pub interleaved: bool,
-    /// `dim / 2` cosines for each position.
+    /// `dim / 2` cosines per position.
     pub cosines: &'a [f32],
-    /// `dim / 2` sines for each position.
+    /// `dim / 2` sines per position.
     pub sines: &'a [f32],
 }
 
 impl Rotary<'_> {
-    /// Queries or keys, rotated: row `i` of every batch entry as one at position `positions[i]`.
+    /// Rotates queries or keys: row `i` of every batch entry has position `positions[i]`.
     ///
     /// ```
     /// use flashcore::serving::Rotary;
@@ -52,7 +52,7 @@ impl Rotary<'_> {
         Ok(rotated)
     }
 
-    /// Turns a query or a key at a position: in f32, to be rounded once.
+    /// Rotates one query or key at a position, in f32, so that the result is rounded once.
     ///
     /// # Panics
     ///
@@ -72,7 +72,8 @@ impl Rotary<'_> {
         }
     }
 
-    /// Refuse what is no embedding of vectors of this width up to a position.
+    /// Refuses an invalid rotary dim for vectors of `head_dim` elements, and tables that do not
+    /// cover `positions` positions.
     pub fn validate(&self, head_dim: usize, positions: usize) -> Result<(), ServingError> {
         let Rotary { dim, cosines, sines, .. } = *self;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
@@ -93,20 +94,21 @@ impl Rotary<'_> {
 /// The descale factors of an 8-bit cache that is appended to, for keys and values.
 #[derive(Debug, Default)]
 pub enum CacheScales<'a> {
-    /// None: numbers are rounded as they are.
+    /// No factors: values are rounded as they are.
     #[default]
     None,
-    /// Given, over (sequence, key head): of shape (sequences, 1, key heads, 1), any strides.
+    /// Given factors per (sequence, key head), of shape (sequences, 1, key heads, 1) with any
+    /// strides.
     Given(&'a Tensor, &'a Tensor),
-    /// Found for each token and head, and written where the cache's are: of the caches' shapes with
-    /// a dim of 1.
+    /// Factors to be computed per token and head, and written here: of the caches' shapes with a
+    /// dim of 1.
     Found(&'a mut Tensor, &'a mut Tensor),
 }
 
-/// Writes new keys and values behind the sequences of a cache, in place; without rotary embeddings
-/// bit for bit. `place` says where the sequences are and how long they were, `new` where the new
-/// rows are: row `i` of a sequence becomes its position `length + i`. To an 8-bit cache, wider rows
-/// are rounded: see [`append_scaled`].
+/// Writes new keys and values behind the sequences of a cache, in place, and bit for bit unless
+/// there are rotary embeddings. `place` says where the sequences are and how long they were, `new`
+/// where the new rows are: row `i` of a sequence becomes its position `length + i`. An 8-bit cache
+/// rounds wider rows: see [`append_scaled`].
 pub fn append(
     caches: (&mut Tensor, &mut Tensor),
     place: &Placement,
@@ -117,8 +119,8 @@ pub fn append(
     append_scaled(caches, place, new_rows, new, rotary, CacheScales::None)
 }
 
-/// The same for an 8-bit cache with descale factors: wider rows are divided by them and rounded once
-/// ([`mod@crate::quantize`]).
+/// Like [`append`], for an 8-bit cache with descale factors: wider rows are divided by them and
+/// rounded once ([`mod@crate::quantize`]).
 ///
 /// ```
 /// use flashcore::serving::{CacheScales, Placement, append_scaled};
@@ -153,7 +155,7 @@ pub fn append_scaled(
     }
     place.validate()?;
     new.validate()?;
-    // A length that cannot be counted is longer than any place: refused as such below.
+    // A length that overflows saturates, and is refused below as too long.
     let grown = |sequence: usize| place.ends()[sequence].saturating_add(new.length(sequence));
     let grown: Vec<usize> = (0..count).map(grown).collect();
     let longest = grown.iter().copied().max().unwrap_or(0);
@@ -218,7 +220,7 @@ pub fn append_scaled(
     Ok(())
 }
 
-/// The descale factors of one of the two.
+/// The descale factors of keys or of values.
 enum Scale<'a> {
     None,
     Given(&'a Tensor),
@@ -242,7 +244,7 @@ impl CacheScales<'_> {
         }
     }
 
-    /// Refuse factors of another type or shape, and where nothing is rounded.
+    /// Refuses factors of another type or shape, and factors where nothing is rounded.
     fn validate(
         &mut self,
         key: (&Tensor, &Tensor),
@@ -280,8 +282,8 @@ impl Scale<'_> {
         }
     }
 
-    /// Divides a row that goes to a place of the cache by its factor, which is found and written
-    /// down where it was not given.
+    /// Divides a row by the factor of its place in the cache. A factor that is not given is
+    /// computed and stored.
     fn divide(self, row: &mut [f32], dtype: DType, sequence: usize, to: [usize; 3]) {
         let factor = match self {
             Scale::None => return,

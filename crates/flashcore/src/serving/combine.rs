@@ -1,16 +1,16 @@
-//! Attention over parts of the keys, combined by the log-sum-exps of the parts.
+//! Combining attention over parts of the keys, weighted by the log-sum-exps of the parts.
 
 use crate::backend::{Cancellation, Output, filled};
 use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::Tensor;
 
-/// What attention over all keys would have given, from attention over parts of them: a shared
-/// prefix and what follows it, levels of a cascade, slices of a context on several devices.
+/// Computes attention over all keys from attention over parts of them: a shared prefix and what
+/// follows it, levels of a cascade, slices of a context on several devices.
 ///
-/// Outputs have the same shape and element type, log-sum-exps are in the order (batch, heads,
-/// length). A row that no part has seen a key for is zero with a log-sum-exp of minus infinity; one
-/// with a log-sum-exp that is plus infinity or not a number is not a number.
+/// Outputs must have the same shape and element type; log-sum-exps are in the order (batch, heads,
+/// length). A row that no part saw has an output of zeros and a log-sum-exp of minus infinity; a
+/// log-sum-exp of plus infinity or NaN makes its row NaN.
 ///
 /// ```
 /// use flashcore::serving::combine;
@@ -26,7 +26,7 @@ pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error>
     combine_until(parts, &Cancellation::new())
 }
 
-/// [`combine`], unless it is cancelled.
+/// Like [`combine`], but can be cancelled.
 pub fn combine_until(
     parts: &[(&Tensor, &[f32])],
     cancellation: &Cancellation,
@@ -67,7 +67,7 @@ pub fn combine_until(
         let mut total = 0.0;
         for (tensor, lse) in parts {
             let weight = (lse[index] - top).exp();
-            // The output of a part that saw nothing may be anything.
+            // The output of a part that saw no key is undefined.
             if weight == 0.0 {
                 continue;
             }
@@ -85,7 +85,7 @@ pub fn combine_until(
 }
 
 impl Output {
-    /// What [`combine`] takes of a result.
+    /// Returns output and log-sum-exps as [`combine`] takes them.
     pub fn part(&self) -> (&Tensor, &[f32]) {
         (&self.output, &self.lse)
     }

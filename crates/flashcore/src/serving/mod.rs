@@ -1,9 +1,8 @@
-//! Sequences of unequal lengths, and where their queries and keys lie: ragged batches, caches and
-//! paged caches.
+//! Ragged batches in host memory: sequences of unequal lengths, padded, packed or in a paged cache.
 //!
 //! A [`Problem`] describes heads, dims, mask and scores, which are the same for the whole batch. A
-//! [`Placement`] says for one tensor how long each sequence is and where its rows are. The two
-//! together are [`Sequences`]:
+//! [`Placement`] says for one tensor how long each sequence is and where its rows are. Together
+//! they are [`Sequences`]:
 //!
 //! ```
 //! use flashcore::serving::{Pages, Placement, Sequences};
@@ -21,7 +20,7 @@
 //! # Ok::<(), flashcore::serving::ServingError>(())
 //! ```
 //!
-//! Masks are aligned for each sequence: its last query stands at its last key.
+//! Masks are aligned per sequence: its last query has the position of its last key.
 
 mod append;
 mod combine;
@@ -38,7 +37,7 @@ use crate::inputs::{InputTensors, Inputs};
 use crate::problem::{Alibi, Descale, Descales, Lists, Problem, ProblemError, RowScores, Storage};
 use crate::tensor::{Layout, Shape, Tensor, TensorView};
 
-/// Attention over sequences that each have lengths of their own.
+/// Attention over sequences that each have their own lengths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequences {
     problem: Problem,
@@ -46,92 +45,92 @@ pub struct Sequences {
     keys: Placement,
 }
 
-/// Why sequences make no sense.
+/// Why sequences or their placements are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServingError {
-    /// What all sequences share makes no sense.
+    /// The problem that all sequences share is invalid.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// Two lists that have an entry for each sequence differ in length.
+    /// A list has another number of entries than there are sequences.
     #[error("{list} has {given} entries, expected {expected}")]
     Entries {
-        /// The list.
+        /// Name of the list.
         list: &'static str,
-        /// How many entries it has.
+        /// Number of entries that were given.
         given: usize,
-        /// How many it should have.
+        /// Number of entries that were expected.
         expected: usize,
     },
-    /// Cumulative lengths fall.
+    /// Cumulative lengths decrease.
     #[error("cumulative lengths fall from {from} to {to} after sequence {sequence}")]
     Falling {
-        /// The sequence.
+        /// Index of the sequence.
         sequence: usize,
-        /// Where it begins.
+        /// Start of the sequence.
         from: usize,
-        /// Where the next begins.
+        /// Start of the next sequence.
         to: usize,
     },
     /// A sequence is longer than its place.
     #[error("sequence {sequence} has {length} positions, and there is room for {room}")]
     TooLong {
-        /// The sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// Its length.
         length: usize,
-        /// The length of its place.
+        /// The room of its place.
         room: usize,
     },
-    /// A sequence begins after its end.
+    /// The left padding of a sequence exceeds its length.
     #[error("sequence {sequence} has {length} positions, of which {skipped} are padding")]
     Padding {
-        /// The sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// Its length with padding.
         length: usize,
         /// Its padding.
         skipped: usize,
     },
-    /// A batch index or a page is outside the tensor.
+    /// A batch entry, row or page is outside of the tensor.
     #[error("sequence {sequence} is in {what} {given}, and there are {existing}")]
     Outside {
-        /// The sequence.
+        /// Index of the sequence.
         sequence: usize,
-        /// A batch entry or a page.
+        /// What is outside: a batch entry, a row or a page.
         what: &'static str,
-        /// The one named.
+        /// The index that was given.
         given: usize,
         /// How many there are.
         existing: usize,
     },
-    /// A page without positions.
+    /// Pages have no positions.
     #[error("a page must have at least 1 position")]
     PageSize,
-    /// Pages of the cache have another size.
+    /// The cache has another page size than the block table.
     #[error("pages have {given} positions in the cache and {expected} in the block table")]
     PageMismatch {
-        /// The tensor's.
+        /// Page size of the cache.
         given: usize,
-        /// The table's.
+        /// Page size of the block table.
         expected: usize,
     },
-    /// A rotary embedding of another width.
+    /// The rotary dim is odd, zero or larger than the head dim.
     #[error("a rotary dim of {given} is not even, or not from 2 to the head dim {head_dim}")]
     RotaryDim {
-        /// The embedding's.
+        /// The rotary dim.
         given: usize,
-        /// The keys'.
+        /// The head dim of the keys.
         head_dim: usize,
     },
-    /// Queries cannot be in pages.
+    /// Queries are placed in pages.
     #[error("queries are padded or packed, not paged")]
     PagedQueries,
 }
 
 impl Sequences {
-    /// Sequences whose queries and keys are placed as described. Batch and lengths of the problem
-    /// become the number of sequences and the longest lengths.
+    /// Combines a problem with placements of queries and keys. Batch and lengths of the problem
+    /// become the number of sequences and the maximum lengths.
     pub fn new(
         problem: Problem,
         queries: Placement,
@@ -159,8 +158,8 @@ impl Sequences {
         Ok(Sequences { problem, queries, keys })
     }
 
-    /// The sequences of a call, which lie in its tensors as the inputs' placements say; every
-    /// sequence has the problem's lengths where they say nothing.
+    /// Returns the sequences of a call, as the inputs' placements locate them; without placements,
+    /// every sequence has the problem's lengths.
     pub fn of(problem: &Problem, inputs: Inputs<'_>) -> Self {
         let padded = |length: usize| Placement::padded(vec![length; problem.batch]);
         Sequences {
@@ -170,7 +169,8 @@ impl Sequences {
         }
     }
 
-    /// The problem that these sequences pose in given tensors, and the tensors with the placements.
+    /// Returns the problem of these sequences over given tensors (with their storage and lists),
+    /// and the inputs with the placements set.
     pub fn over<'a>(&'a self, inputs: Inputs<'a>) -> Result<(Problem, Inputs<'a>), Error> {
         let (query, key) = (inputs.query.shape(), inputs.key.shape());
         let (queries, keys) = (&self.queries, &self.keys);
@@ -204,7 +204,7 @@ impl Sequences {
                 Storage::Paged { size, columns, pages: key.batch }
             }
             (None, Some(_)) => {
-                // Lists count padding too, and are cut to the longest that there can be.
+                // Lists include padding, and the kernels clamp them to `key_length`.
                 problem.key_length = keys.ends().iter().copied().max().unwrap_or(0);
                 Storage::Packed(key.length)
             }
@@ -228,50 +228,50 @@ impl Sequences {
         Ok((problem, inputs))
     }
 
-    /// What all sequences share; its lengths are the longest.
+    /// Returns the problem that all sequences share; its lengths are the maxima.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// Where the queries, and with them the outputs, lie.
+    /// Returns where the queries and outputs are.
     pub fn queries(&self) -> &Placement {
         &self.queries
     }
 
-    /// Where the keys and values lie.
+    /// Returns where the keys and values are.
     pub fn keys(&self) -> &Placement {
         &self.keys
     }
 
-    /// How many sequences there are.
+    /// Returns the number of sequences.
     pub fn len(&self) -> usize {
         self.problem.batch
     }
 
-    /// Whether there are none.
+    /// Tells whether there are no sequences.
     pub fn is_empty(&self) -> bool {
         self.problem.batch == 0
     }
 
-    /// Rows of the softmax: one per query and query head.
+    /// Returns the number of softmax rows: one per query and query head.
     pub fn rows(&self) -> usize {
         let queries: usize = (0..self.len()).map(|sequence| self.queries.length(sequence)).sum();
         queries * self.problem.query_heads
     }
 
-    /// The keys of a sequence that `query` sees.
+    /// Returns the keys of a sequence that `query` sees. A mask function may hide some of them.
     pub fn visible_keys(&self, sequence: usize, query: usize) -> Range<usize> {
         let (queries, keys) = (self.queries.length(sequence), self.keys.length(sequence));
         self.problem.mask.visible_keys(query, queries, keys)
     }
 
-    /// What becomes of a query's products with keys.
+    /// Returns the score rules of a query, given its ALiBi slope.
     pub fn scores(&self, sequence: usize, query: usize, slope: f32) -> RowScores {
         let (queries, keys) = (self.queries.length(sequence), self.keys.length(sequence));
         RowScores::of(&self.problem, query, queries, keys, slope)
     }
 
-    /// The plain problem that a sequence is by itself.
+    /// Returns one sequence as a problem of its own, with a batch of 1 and equal lengths.
     pub fn alone(&self, sequence: usize) -> Problem {
         let scores = match self.problem.scores.alibi {
             Alibi::PerSequence => self.problem.scores.with_alibi(Alibi::PerHead),
@@ -289,7 +289,8 @@ impl Sequences {
         }
     }
 
-    /// A sequence's rows of the tensors, and the slopes that are its own.
+    /// Copies one sequence's rows of the tensors, with the slopes and descale factors that belong
+    /// to it.
     pub fn gather(&self, inputs: Inputs<'_>, sequence: usize) -> Result<InputTensors, Error> {
         let heads = self.problem.query_heads;
         let slopes = inputs.slopes.map(|slopes| match slopes.len() > heads {
@@ -306,7 +307,7 @@ impl Sequences {
         })
     }
 
-    /// The descale factors of a sequence.
+    /// Copies the descale factors of a sequence.
     fn gather_descales(
         &self,
         inputs: Inputs<'_>,
@@ -326,7 +327,8 @@ impl Sequences {
         })
     }
 
-    /// Where a row's log-sum-exp is, in the order (batch, heads, length) of the query tensor.
+    /// Returns the index of a row's log-sum-exp, in the order (batch, heads, length) of the query
+    /// tensor.
     pub fn lse_index(&self, query: Shape, sequence: usize, head: usize, position: usize) -> usize {
         let (entry, row) = self.queries.locate(sequence, position);
         (entry * query.heads + head) * query.length + row
@@ -334,7 +336,7 @@ impl Sequences {
 }
 
 impl Placement {
-    /// One sequence's rows as a contiguous tensor of batch 1.
+    /// Copies one sequence's rows to a contiguous tensor of batch 1.
     pub(crate) fn gather<'a>(
         &self,
         tensor: impl Into<TensorView<'a>>,

@@ -1,38 +1,40 @@
-//! Where the rows of each sequence lie in a tensor.
+//! Where the rows of each sequence are in a tensor.
 
 use super::ServingError;
 use crate::tensor::Shape;
 
 /// How long each sequence is and where its rows are in a tensor (batch, length, heads, dim).
 ///
-/// | made by | where position `p` of sequence `i` is | the tensor |
+/// | constructor | location of position `p` of sequence `i` | the tensor |
 /// | --- | --- | --- |
 /// | [`padded`](Placement::padded) | batch entry `i`, row `p` | (sequences, room, heads, dim) |
 /// | [`packed`](Placement::packed) | batch entry 0, row `starts[i] + p` | (1, all rows, heads, dim) |
 /// | [`paged`](Placement::paged) | page `table[i][p / size]`, row `p % size` | (pages, size, heads, dim) |
 ///
-/// Lengths count from the beginning of a sequence's place. With
-/// [left padding](Placement::with_left_padding), the first rows are no part of the sequence.
+/// Lengths count from the beginning of a sequence's place. With [left
+/// padding](Placement::with_left_padding), the first rows of the place do not belong to the
+/// sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     storage: Storage,
-    /// Rows of each sequence, left padding included.
+    /// Rows of each sequence's place that are used, left padding included.
     ends: Vec<usize>,
-    /// Left padding of each sequence; none when empty.
+    /// Left padding of each sequence; empty where there is none.
     skipped: Vec<usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Storage {
-    /// Each sequence has a batch entry of its own: the one of its index unless listed.
+    /// Each sequence has its own batch entry: the listed one, or without a list the one of its
+    /// index.
     Padded { entries: Vec<usize> },
-    /// Sequences one after the other; one more start than sequences.
+    /// Sequences one after the other; there is one more start than sequences.
     Packed { starts: Vec<usize> },
-    /// Sequences in pages.
+    /// Sequences in pages of a cache.
     Paged { pages: Pages },
 }
 
-/// Which pages hold which sequence: the block table.
+/// The block table: which pages hold which sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pages {
     size: usize,
@@ -41,7 +43,8 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Pages of `size` positions. The table has a row of `columns` pages for each sequence.
+    /// Takes a table with a row of `columns` page numbers per sequence, for pages of `size`
+    /// positions.
     pub fn new(size: usize, columns: usize, table: Vec<u32>) -> Result<Self, ServingError> {
         if size == 0 {
             return Err(ServingError::PageSize);
@@ -54,29 +57,29 @@ impl Pages {
         Ok(Pages { size, columns, table })
     }
 
-    /// Positions of a page.
+    /// Returns the number of positions per page.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// Pages that a sequence can have.
+    /// Returns the maximum number of pages per sequence.
     pub fn columns(&self) -> usize {
         self.columns
     }
 
-    /// The table, row after row.
+    /// Returns the table, one row after the other.
     pub fn table(&self) -> &[u32] {
         &self.table
     }
 
-    /// The pages of a sequence.
+    /// Returns the pages of a sequence.
     fn row(&self, sequence: usize) -> &[u32] {
         &self.table[sequence * self.columns..][..self.columns]
     }
 }
 
 impl Placement {
-    /// Sequence `i` is the first `lengths[i]` rows of batch entry `i`.
+    /// Places sequence `i` in the first `lengths[i]` rows of batch entry `i`.
     pub fn padded(lengths: Vec<usize>) -> Self {
         Placement {
             storage: Storage::Padded { entries: Vec::new() },
@@ -85,48 +88,49 @@ impl Placement {
         }
     }
 
-    /// Sequence `i` is the first `lengths[i]` rows of batch entry `entries[i]`.
+    /// Places sequence `i` in the first `lengths[i]` rows of batch entry `entries[i]`.
     pub fn entries(lengths: Vec<usize>, entries: Vec<usize>) -> Self {
         Placement { storage: Storage::Padded { entries }, ends: lengths, skipped: Vec::new() }
     }
 
-    /// Sequence `i` is the rows from `starts[i]` to `starts[i + 1]`, cumulative lengths.
+    /// Places sequence `i` in the rows from `starts[i]` to `starts[i + 1]`: cumulative lengths.
     pub fn packed(starts: Vec<usize>) -> Self {
         let ends = starts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).collect();
         Placement { storage: Storage::Packed { starts }, ends, skipped: Vec::new() }
     }
 
-    /// Sequence `i` is `lengths[i]` positions in the pages of row `i` of the table.
+    /// Places sequence `i` in the first `lengths[i]` positions of the pages in row `i` of the
+    /// table.
     pub fn paged(lengths: Vec<usize>, pages: Pages) -> Self {
         Placement { storage: Storage::Paged { pages }, ends: lengths, skipped: Vec::new() }
     }
 
-    /// Use only the first `lengths[i]` rows of a sequence's place.
+    /// Uses only the first `lengths[i]` rows of each sequence's place.
     pub fn with_lengths(self, lengths: Vec<usize>) -> Self {
         Placement { ends: lengths, ..self }
     }
 
-    /// The first `skipped[i]` rows of a sequence's place are no part of it.
+    /// Skips the first `skipped[i]` rows of each sequence's place.
     pub fn with_left_padding(self, skipped: Vec<usize>) -> Self {
         Placement { skipped, ..self }
     }
 
-    /// How many sequences there are.
+    /// Returns the number of sequences.
     pub fn sequences(&self) -> usize {
         self.ends.len()
     }
 
-    /// The length of a sequence, without padding; zero where there is more padding than sequence.
+    /// Returns the length of a sequence without padding; zero where the padding exceeds it.
     pub fn length(&self, sequence: usize) -> usize {
         self.ends[sequence].saturating_sub(self.skip(sequence))
     }
 
-    /// The length of the longest sequence.
+    /// Returns the length of the longest sequence.
     pub fn longest(&self) -> usize {
         (0..self.sequences()).map(|sequence| self.length(sequence)).max().unwrap_or(0)
     }
 
-    /// The block table of a paged placement.
+    /// Returns the block table of a paged placement.
     pub fn pages(&self) -> Option<&Pages> {
         match &self.storage {
             Storage::Paged { pages } => Some(pages),
@@ -134,7 +138,7 @@ impl Placement {
         }
     }
 
-    /// The cumulative lengths of a packed placement.
+    /// Returns the cumulative lengths of a packed placement.
     pub fn starts(&self) -> Option<&[usize]> {
         match &self.storage {
             Storage::Packed { starts } => Some(starts),
@@ -142,7 +146,7 @@ impl Placement {
         }
     }
 
-    /// The batch entry of a padded sequence.
+    /// Returns the batch entry of a padded sequence.
     pub fn entry(&self, sequence: usize) -> Option<usize> {
         match &self.storage {
             Storage::Padded { entries } => Some(*entries.get(sequence).unwrap_or(&sequence)),
@@ -150,18 +154,17 @@ impl Placement {
         }
     }
 
-    /// Rows of a sequence's place, left padding included.
+    /// Returns the used rows of each sequence's place, left padding included.
     pub fn ends(&self) -> &[usize] {
         &self.ends
     }
 
-    /// Left padding of each sequence; empty where there is none.
+    /// Returns the left padding of each sequence; empty where there is none.
     pub fn left_padding(&self) -> &[usize] {
         &self.skipped
     }
 
-    /// Whether each sequence has as many rows as its place has room for, of a tensor with so many
-    /// rows in a batch entry.
+    /// Tells whether every sequence fills its place, in a tensor with `rows` rows per batch entry.
     pub(super) fn is_full(&self, rows: usize) -> bool {
         match self.starts() {
             Some(starts) => {
@@ -171,7 +174,7 @@ impl Placement {
         }
     }
 
-    /// Where a position of a sequence is: the batch entry or page, and the row in it.
+    /// Returns the location of a position: the batch entry or page, and the row in it.
     ///
     /// # Panics
     ///
@@ -192,7 +195,7 @@ impl Placement {
         self.skipped.get(sequence).copied().unwrap_or(0)
     }
 
-    /// Refuse lists that contradict each other.
+    /// Refuses lists that contradict each other.
     pub fn validate(&self) -> Result<(), ServingError> {
         let expected = self.sequences();
         let entries = |list, given| match given == expected {
@@ -234,7 +237,7 @@ impl Placement {
         Ok(())
     }
 
-    /// Refuse a tensor that has no room for the sequences, and lists that contradict each other.
+    /// Refuses a tensor that has no room for the sequences, and lists that contradict each other.
     pub fn fits(&self, tensor: Shape) -> Result<(), ServingError> {
         self.validate()?;
         let inside = |sequence, what, given, existing| match given < existing {

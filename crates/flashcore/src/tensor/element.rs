@@ -5,11 +5,11 @@ use half::{bf16, f16};
 
 use super::float8::{E4M3, E5M2, Int8};
 
-/// A type that tensors store.
+/// An element type that tensors store.
 pub(crate) trait Element: Copy + Send + Sync {
-    /// Exact: f32 holds every value of every stored type.
+    /// Converts to f32, exactly: f32 holds every value of every stored type.
     fn widen(from: &[Self], to: &mut [f32]);
-    /// To nearest, ties to even; 8-bit types saturate.
+    /// Rounds to nearest, ties to even; 8-bit types saturate.
     fn narrow(from: &[f32], to: &mut [Self]);
 }
 
@@ -35,7 +35,7 @@ impl Element for f16 {
 
 impl Element for bf16 {
     fn widen(from: &[Self], to: &mut [f32]) {
-        // A shift in a plain loop, which compilers turn into vector code.
+        // A shift in a plain loop, which compilers vectorize.
         for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }
@@ -46,7 +46,7 @@ impl Element for bf16 {
     }
 }
 
-/// 8-bit numbers convert one by one.
+/// Implements [`Element`] for 8-bit types, which convert one by one.
 macro_rules! small {
     ($($name:ident),*) => {$(
         impl Element for $name {

@@ -1,9 +1,9 @@
-//! The 8-bit numbers that tensors store.
+//! The 8-bit element types.
 
 use bytemuck::{Pod, Zeroable};
 use ptx::Float8;
 
-/// 8-bit numbers are alike but for their format.
+/// Defines an 8-bit element type from its format.
 macro_rules! number {
     ($(#[$about:meta])* $name:ident, $format:expr) => {
         $(#[$about])*
@@ -12,35 +12,35 @@ macro_rules! number {
         pub struct $name(u8);
 
         impl $name {
-            /// The nearest number, ties to even; what is too large becomes the largest, as the
-            /// GPU's conversions have it.
+            /// Rounds to the nearest value, ties to even; values out of range saturate, as in the
+            /// GPU's conversions.
             #[inline(always)]
             pub const fn from_f32(value: f32) -> Self {
                 $name($format.encode(value))
             }
 
-            /// The number, exactly.
+            /// Returns the value, exactly.
             #[inline(always)]
             pub const fn to_f32(self) -> f32 {
                 $format.decode(self.0)
             }
 
-            /// What the bits stand for.
+            /// Returns the number with these bits.
             pub const fn from_bits(bits: u8) -> Self {
                 $name(bits)
             }
 
-            /// Its bits.
+            /// Returns the bits.
             pub const fn to_bits(self) -> u8 {
                 self.0
             }
 
-            /// Whether it is neither infinite nor NaN.
+            /// Tells whether it is neither infinite nor NaN.
             pub const fn is_finite(self) -> bool {
                 self.to_f32().is_finite()
             }
 
-            /// Whether it is NaN.
+            /// Tells whether it is NaN.
             pub const fn is_nan(self) -> bool {
                 self.to_f32().is_nan()
             }
@@ -49,7 +49,8 @@ macro_rules! number {
 }
 
 number! {
-    /// A float of 4 exponent bits and 3 of mantissa, without infinities (`float8_e4m3fn`).
+    /// An 8-bit float with 4 exponent bits and 3 mantissa bits, without infinities
+    /// (`float8_e4m3fn`).
     ///
     /// ```
     /// use flashcore::E4M3;
@@ -61,12 +62,12 @@ number! {
 }
 
 number! {
-    /// A float of 5 exponent bits and 2 of mantissa (`float8_e5m2`).
+    /// An 8-bit float with 5 exponent bits and 2 mantissa bits (`float8_e5m2`).
     E5M2, Float8::E5M2
 }
 
 number! {
-    /// An integer with a sign, rounded to -127 to 127.
+    /// A signed 8-bit integer; rounding saturates at -127 and 127.
     ///
     /// ```
     /// use flashcore::Int8;

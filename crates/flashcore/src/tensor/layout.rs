@@ -1,4 +1,4 @@
-//! Where the elements of a (batch, length, heads, dim) tensor lie in its memory.
+//! Shapes, strides and layouts of (batch, length, heads, dim) tensors.
 
 use std::fmt;
 
@@ -17,23 +17,23 @@ use super::TensorError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(into = "[usize; 4]")]
 pub struct Shape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Positions in a sequence.
+    /// Number of positions per sequence.
     pub length: usize,
-    /// Heads at a position.
+    /// Number of heads per position.
     pub heads: usize,
-    /// Elements of one vector.
+    /// Number of elements per vector.
     pub dim: usize,
 }
 
 impl Shape {
-    /// The shape `[batch, length, heads, dim]`.
+    /// Returns the shape `[batch, length, heads, dim]`.
     pub fn new(batch: usize, length: usize, heads: usize, dim: usize) -> Self {
         Shape { batch, length, heads, dim }
     }
 
-    /// The number of elements, or `None` if it does not fit a `usize`.
+    /// Returns the number of elements, or `None` if it does not fit a `usize`.
     pub fn elements(self) -> Option<usize> {
         if <[usize; 4]>::from(self).contains(&0) {
             return Some(0);
@@ -41,10 +41,10 @@ impl Shape {
         self.batch.checked_mul(self.length)?.checked_mul(self.heads)?.checked_mul(self.dim)
     }
 
-    /// The position (batch, length, heads) of every vector, in this order of significance; none
-    /// where vectors have no elements.
+    /// Returns the indices (batch, length, heads) of every vector, the last one fastest; none where
+    /// vectors have no elements.
     pub(crate) fn vectors(self) -> impl Iterator<Item = [usize; 3]> {
-        // Walking through batch entries without a vector could take for ever.
+        // With an empty dimension, walking over up to 2^64 batch entries would take forever.
         let batches = if self.elements() == Some(0) { 0 } else { self.batch };
         (0..batches).flat_map(move |batch| {
             (0..self.length)
@@ -71,18 +71,18 @@ impl fmt::Display for Shape {
     }
 }
 
-/// Distances in elements between neighbours. Neighbours within a vector are always adjacent.
+/// Distances in elements between neighbours. The elements of a vector are always adjacent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 pub struct Strides {
-    /// From a sequence to the next.
+    /// Distance between sequences.
     pub batch: usize,
-    /// From a position to the next.
+    /// Distance between positions.
     pub length: usize,
-    /// From a head to the next.
+    /// Distance between heads.
     pub heads: usize,
 }
 
-/// A shape with strides whose last element can be addressed.
+/// A shape with strides under which every element can be addressed.
 ///
 /// ```
 /// use flashcore::{Layout, Shape};
@@ -97,12 +97,12 @@ pub struct Strides {
 pub struct Layout {
     shape: Shape,
     strides: Strides,
-    /// Elements from the first to one past the last.
+    /// Number of elements from the first to one past the last.
     span: usize,
 }
 
 impl Layout {
-    /// Memory in the order of the shape, without gaps.
+    /// Returns the contiguous layout in the order of the shape.
     pub fn contiguous(shape: Shape) -> Result<Self, TensorError> {
         shape.elements().ok_or(TensorError::TooLarge(shape))?;
         let heads = shape.dim;
@@ -112,7 +112,7 @@ impl Layout {
         Layout::strided(shape, strides)
     }
 
-    /// Memory in the order (batch, heads, length, dim), without gaps.
+    /// Returns the contiguous layout in the order (batch, heads, length, dim).
     pub fn heads_first(shape: Shape) -> Result<Self, TensorError> {
         shape.elements().ok_or(TensorError::TooLarge(shape))?;
         let length = shape.dim;
@@ -122,7 +122,8 @@ impl Layout {
         Layout::strided(shape, strides)
     }
 
-    /// Any strides: padding, slices of a larger tensor, broadcast (a stride of 0).
+    /// Returns a layout with any strides: padding, slices of a larger tensor, broadcast (a stride
+    /// of 0).
     pub fn strided(shape: Shape, strides: Strides) -> Result<Self, TensorError> {
         let span = if shape.elements() == Some(0) {
             0
@@ -140,27 +141,27 @@ impl Layout {
         Ok(Layout { shape, strides, span })
     }
 
-    /// The logical shape.
+    /// Returns the logical shape.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// The strides.
+    /// Returns the strides.
     pub fn strides(&self) -> Strides {
         self.strides
     }
 
-    /// Elements of memory from the first element to one past the last.
+    /// Returns the number of elements from the first to one past the last.
     pub fn span(&self) -> usize {
         self.span
     }
 
-    /// Where the vector of a batch entry, position and head begins.
+    /// Returns the offset of the vector of a batch entry, position and head, in elements.
     pub fn offset(&self, batch: usize, position: usize, head: usize) -> usize {
         batch * self.strides.batch + position * self.strides.length + head * self.strides.heads
     }
 
-    /// Whether memory is in the order of the shape, without gaps.
+    /// Tells whether the layout is contiguous in the order of the shape.
     pub fn is_contiguous(&self) -> bool {
         Layout::contiguous(self.shape).is_ok_and(|contiguous| contiguous == *self)
     }

@@ -1,6 +1,6 @@
 //! Tensors in host memory: element type, shape, strides and the elements themselves.
 //!
-//! Every tensor is logically (batch, length, heads, dim); strides say how that lies in memory.
+//! Every tensor is logically (batch, length, heads, dim); strides describe its layout in memory.
 
 mod element;
 mod float8;
@@ -18,37 +18,37 @@ pub use view::{ElementsView, Head, TensorView};
 
 use crate::dtype::DType;
 
-/// Why a tensor cannot be made.
+/// Why a tensor cannot be created.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
-    /// The elements cannot be counted or addressed.
+    /// The number or the span of the elements exceeds the address space.
     #[error("a tensor of shape {0} is larger than the address space")]
     TooLarge(Shape),
-    /// The memory given does not reach the last element.
+    /// The given memory does not reach the last element.
     #[error("shape {shape} needs {needed} elements, {given} were given")]
     Length {
-        /// The shape asked for.
+        /// The requested shape.
         shape: Shape,
-        /// Elements from the first to the last under the strides.
+        /// Number of elements from the first to the last under the strides.
         needed: usize,
-        /// Elements given.
+        /// Number of elements that were given.
         given: usize,
     },
-    /// Bytes that are no whole number of elements.
+    /// The number of bytes is not a multiple of the element size.
     #[error("{bytes} bytes are no whole number of {dtype} elements")]
     Bytes {
-        /// Bytes given.
+        /// Number of bytes that were given.
         bytes: usize,
-        /// Their element type.
+        /// The element type.
         dtype: DType,
     },
-    /// The system has no memory for it.
+    /// The system has no memory for the tensor.
     #[error("no memory for a tensor of shape {shape} ({bytes} bytes)")]
     OutOfMemory {
-        /// The shape asked for.
+        /// The requested shape.
         shape: Shape,
-        /// Its size.
+        /// Its size in bytes.
         bytes: usize,
     },
 }
@@ -63,15 +63,15 @@ pub enum Elements {
     F16(Vec<f16>),
     /// Brain float.
     BF16(Vec<bf16>),
-    /// 8 bits with 3 of mantissa.
+    /// 8-bit floats with 3 bits of mantissa.
     E4M3(Vec<E4M3>),
-    /// 8 bits with 2 of mantissa.
+    /// 8-bit floats with 2 bits of mantissa.
     E5M2(Vec<E5M2>),
-    /// Integers of 8 bits.
+    /// 8-bit integers.
     Int8(Vec<Int8>),
 }
 
-/// Run the same expression on whichever vector an [`Elements`] holds, or on the slice of an
+/// Runs the same expression on whichever vector an [`Elements`] holds, or on the slice of an
 /// [`ElementsView`].
 macro_rules! with_elements {
     ($elements:expr, $vector:ident => $body:expr) => {
@@ -91,7 +91,7 @@ macro_rules! with_elements {
 pub(crate) use with_elements;
 
 impl Elements {
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Elements::F32(_) => DType::F32,
@@ -103,7 +103,7 @@ impl Elements {
         }
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         with_elements!(self, vector => vector.len())
     }
@@ -113,7 +113,7 @@ impl Elements {
         with_elements!(self, vector => vector.par_iter().filter(|value| value.is_nan()).count())
     }
 
-    /// Whether there are none.
+    /// Tells whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -176,7 +176,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor over memory that already exists.
+    /// Takes existing memory with a layout.
     pub fn new(layout: Layout, elements: impl Into<Elements>) -> Result<Self, TensorError> {
         let elements = elements.into();
         if elements.len() < layout.span() {
@@ -189,7 +189,7 @@ impl Tensor {
         Ok(Tensor { layout, elements })
     }
 
-    /// A tensor whose memory, gaps between the strides included, holds one value.
+    /// Creates a tensor whose memory, gaps between the strides included, holds one value.
     pub fn filled(dtype: DType, layout: Layout, value: f32) -> Result<Self, TensorError> {
         let elements = match dtype {
             DType::F32 => Elements::F32(filled(layout, value)?),
@@ -202,12 +202,12 @@ impl Tensor {
         Ok(Tensor { layout, elements })
     }
 
-    /// A contiguous tensor of zeros.
+    /// Creates a contiguous tensor of zeros.
     pub fn zeros(dtype: DType, shape: Shape) -> Result<Self, TensorError> {
         Tensor::filled(dtype, Layout::contiguous(shape)?, 0.0)
     }
 
-    /// A contiguous tensor from values in the order of the shape, rounded to `dtype`.
+    /// Creates a contiguous tensor from values in the order of the shape, rounded to `dtype`.
     pub fn from_f32(dtype: DType, shape: Shape, values: &[f32]) -> Result<Self, TensorError> {
         let layout = Layout::contiguous(shape)?;
         if values.len() != layout.span() {
@@ -218,7 +218,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// A tensor from its memory as little-endian bytes.
+    /// Creates a tensor from its memory as little-endian bytes.
     pub fn from_bytes(dtype: DType, layout: Layout, bytes: &[u8]) -> Result<Self, TensorError> {
         if !bytes.len().is_multiple_of(dtype.bytes()) {
             return Err(TensorError::Bytes { bytes: bytes.len(), dtype });
@@ -239,7 +239,7 @@ impl Tensor {
         Tensor::new(layout, elements)
     }
 
-    /// A contiguous tensor from a function of batch, position, head and element, rounded to
+    /// Creates a contiguous tensor from a function of batch, position, head and element, rounded to
     /// `dtype`.
     pub fn from_fn(
         dtype: DType,
@@ -257,15 +257,15 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// A contiguous tensor of standard normal deviates, rounded to `dtype`. The same seed gives
-    /// the same tensor on every machine.
+    /// Creates a contiguous tensor of standard normal deviates, rounded to `dtype`. The same seed
+    /// gives the same tensor on every machine.
     pub fn random(dtype: DType, shape: Shape, seed: u64) -> Result<Self, TensorError> {
         let mut tensor = Tensor::zeros(dtype, shape)?;
         with_elements!(&mut tensor.elements, vector => fill_random(vector, seed));
         Ok(tensor)
     }
 
-    /// The same values in another memory order; gaps between the strides hold `gap`.
+    /// Copies the values into another layout; gaps between the strides hold `gap`.
     ///
     /// The layout must have this tensor's shape.
     pub fn to_layout(&self, layout: Layout, gap: f32) -> Result<Self, TensorError> {
@@ -286,47 +286,47 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.elements.dtype()
     }
 
-    /// The logical shape.
+    /// Returns the logical shape.
     pub fn shape(&self) -> Shape {
         self.layout.shape()
     }
 
-    /// Shape and strides.
+    /// Returns shape and strides.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn elements(&self) -> &Elements {
         &self.elements
     }
 
-    /// The memory, given away.
+    /// Returns the memory, consuming the tensor.
     pub fn into_elements(self) -> Elements {
         self.elements
     }
 
-    /// The memory, to be written. Its length cannot change.
+    /// Returns the memory as mutable. Its length must not change.
     pub(crate) fn elements_mut(&mut self) -> &mut Elements {
         &mut self.elements
     }
 
-    /// The memory as little-endian bytes.
+    /// Returns the memory as little-endian bytes.
     pub fn bytes(&self) -> &[u8] {
         with_elements!(&self.elements, vector => bytemuck::cast_slice(vector))
     }
 
-    /// The memory as little-endian bytes, to be written.
+    /// Returns the memory as mutable little-endian bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         with_elements!(&mut self.elements, vector => bytemuck::cast_slice_mut(vector))
     }
 
-    /// The same tensor as somebody sees it who only reads.
+    /// Borrows the tensor.
     pub fn view(&self) -> TensorView<'_> {
         let elements = match &self.elements {
             Elements::F32(elements) => elements.as_slice().into(),
@@ -344,7 +344,7 @@ impl Tensor {
         self.view().to_f32()
     }
 
-    /// One head of one sequence, the (length, dim) matrix that attention works on.
+    /// Returns one head of one sequence, the (length, dim) matrix that attention works on.
     ///
     /// # Panics
     ///
@@ -353,8 +353,8 @@ impl Tensor {
         self.view().head(batch, head)
     }
 
-    /// Copies the vector at (batch entry, position, head) `place` of a tensor with the same dim and
-    /// element type to this tensor's `to`, bit for bit.
+    /// Copies the vector at `place` (batch entry, position, head) of a tensor with the same dim and
+    /// element type to `to` of this tensor, bit for bit.
     ///
     /// # Panics
     ///
@@ -373,12 +373,12 @@ impl Tensor {
         self.bytes_mut()[to..to + length].copy_from_slice(&from.bytes()[place..place + length]);
     }
 
-    /// Rounds values to the element type and writes them over the vector at a batch entry, position
+    /// Rounds values to the element type and writes them to the vector at a batch entry, position
     /// and head.
     ///
     /// # Panics
     ///
-    /// If the vector lies outside of the memory.
+    /// If the vector is outside of the memory.
     pub fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
         let start = self.layout.offset(batch, position, head);
         with_elements!(&mut self.elements, vector =>
@@ -393,7 +393,7 @@ fn filled<T: Clone>(layout: Layout, value: T) -> Result<Vec<T>, TensorError> {
     Ok(elements)
 }
 
-/// A copy of the memory of a layout, which need not be aligned.
+/// Copies bytes that need not be aligned into memory of a layout.
 fn collected<T: bytemuck::Pod>(layout: Layout, bytes: &[u8]) -> Result<Vec<T>, TensorError> {
     if let Ok(aligned) = bytemuck::try_cast_slice(bytes) {
         let mut elements = room_for(layout, aligned.len())?;

@@ -1,11 +1,11 @@
-//! Normally distributed numbers under a seed.
+//! Random numbers as functions of a seed and an index.
 //!
 //! Counter-based: an element's value is a function of the seed and its index alone, so the same
 //! seed gives the same tensor whatever the number of threads, the strides or the version of a
 //! dependency. The mixing function is SplitMix64 (Steele, Lea and Flood, "Fast splittable
 //! pseudorandom number generators", 2014), the transform is Box and Muller's.
 
-/// The standard normal deviate with this seed and index. Its magnitude is at most 6.7.
+/// Returns the standard normal deviate with this seed and index. Its magnitude is at most 6.7.
 pub fn normal(seed: u64, index: u64) -> f32 {
     let bits = bits(seed, index);
     let high = (bits >> 32) as f64;
@@ -16,13 +16,13 @@ pub fn normal(seed: u64, index: u64) -> f32 {
     (radius * (std::f64::consts::TAU * low * STEP).cos()) as f32
 }
 
-/// A number between -1 and 1 with this seed and index, all equally likely.
+/// Returns a number with this seed and index, uniformly distributed between -1 and 1.
 pub fn uniform(seed: u64, index: u64) -> f32 {
     let bits = bits(seed, index) >> 40;
     bits as f32 / (1u32 << 23) as f32 - 1.0
 }
 
-/// 64 random bits.
+/// Returns 64 random bits.
 fn bits(seed: u64, index: u64) -> u64 {
     mix(mix(seed).wrapping_add(index.wrapping_mul(GOLDEN)))
 }
@@ -30,7 +30,7 @@ fn bits(seed: u64, index: u64) -> u64 {
 /// 2^64 divided by the golden ratio, the increment of SplitMix64.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// SplitMix64's step.
+/// Performs one step of SplitMix64.
 pub fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(GOLDEN);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

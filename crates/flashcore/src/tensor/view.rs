@@ -1,5 +1,4 @@
-//! Tensors whose memory belongs to somebody else: element type, shape, strides and a borrow of the
-//! elements.
+//! Borrowed tensors: element type, shape, strides and a slice of somebody else's memory.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -38,9 +37,9 @@ macro_rules! borrowed {
 
 borrowed!(F32(f32), F16(f16), BF16(bf16), E4M3(E4M3), E5M2(E5M2), Int8(Int8));
 
-/// A tensor over memory that somebody else owns, read where it lies.
+/// A borrowed tensor, read in place.
 ///
-/// Attention takes its inputs as views, so that a caller's tensors are never copied to be read:
+/// Attention takes its inputs as views, so a caller's tensors are not copied:
 ///
 /// ```
 /// use flashcore::{Inputs, Layout, Shape, Tensor, TensorView, DType};
@@ -64,7 +63,7 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
-    /// A view of elements that reach at least to the layout's last.
+    /// Borrows elements, which must reach to the last element of the layout.
     pub fn new(layout: Layout, elements: impl Into<ElementsView<'a>>) -> Result<Self, TensorError> {
         let elements = elements.into();
         let given = with_elements!(ElementsView: elements, slice => slice.len());
@@ -75,8 +74,8 @@ impl<'a> TensorView<'a> {
         Ok(TensorView { layout, elements })
     }
 
-    /// A view of elements that are given as little-endian bytes; nothing where the bytes are not
-    /// aligned as elements have to be, or are no whole number of them.
+    /// Borrows elements given as little-endian bytes. Returns `None` if the bytes are not aligned for
+    /// the element type, or are no whole number of elements.
     pub fn of_bytes(
         dtype: DType,
         layout: Layout,

@@ -1,16 +1,16 @@
-//! Gradients on the CPU: five products for each pair of a query and a key, over all cores.
+//! Gradients on the CPU: five matrix products over blocks of queries and keys, on all cores.
 //!
-//! A key/value head is worked on with every query head that reads it. Its rows and its keys come
-//! in blocks, and a task is one block of rows with one block of keys: it adds to the gradients of
-//! both. Tasks go in rounds, in which every block of rows has at most one block of keys and the
-//! other way round. So no two tasks add to the same sum at once, and the order in which they add
-//! depends on the problem alone: bits are the same on any number of threads.
+//! A key/value head is computed with every query head that reads it. Its rows (query, head) and its
+//! keys are cut into blocks, and a task is one block of rows with one block of keys: it adds to the
+//! gradients of both. Tasks run in rounds in which every block of rows meets at most one block of
+//! keys and vice versa. So no two tasks add to the same sum at once, and the order of additions
+//! depends only on the problem: the bits are the same on any number of threads.
 //!
-//! Memory beyond the results: gradients of the heads in work as f32, and a task's blocks.
+//! Memory beyond the results: f32 gradients of the heads in progress, and the blocks of each task.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `rows` | a block of rows: queries, gradients of outputs, and the numbers of the softmax |
+//! | `rows` | a block of rows: Q and dO, and the statistics of the softmax |
 //! | `step` | the products of a task |
 
 mod rows;
@@ -33,7 +33,7 @@ use crate::problem::Problem;
 use crate::serving::Sequences;
 use crate::tensor::{Element, Elements, Tensor};
 
-/// Gradients of queries, keys and values, and of the sinks.
+/// The gradients of queries, keys, values and sinks.
 pub(super) struct Results {
     pub(super) query: Tensor,
     pub(super) key: Tensor,
@@ -42,7 +42,7 @@ pub(super) struct Results {
 }
 
 impl Results {
-    /// Before anything is added.
+    /// Allocates gradients of zero.
     pub(super) fn zeros(problem: &Problem) -> Result<Self, Error> {
         Ok(Results {
             query: Tensor::zeros(problem.dtypes.query, problem.query_shape())?,
@@ -53,7 +53,7 @@ impl Results {
     }
 }
 
-/// Compute gradients on all threads, into zeros.
+/// Computes gradients on all threads, into zeroed results.
 pub(super) fn differentiate(
     problem: &Problem,
     backward: Backward<'_>,
@@ -72,7 +72,8 @@ pub(super) fn differentiate(
     Ok(())
 }
 
-/// One sequence after the other, each gathered into tensors of its own. The gradients of sinks.
+/// Computes one sequence after the other, each gathered into tensors of its own. Returns the
+/// gradients of the sinks.
 fn of_sequences(
     problem: &Problem,
     backward: Backward<'_>,
@@ -140,18 +141,18 @@ fn of_heads(
     }
 }
 
-/// A key/value head of a sequence with the gradients that belong to it.
+/// A key/value head of a sequence, with the part of the results that it writes.
 struct Head<'a, T> {
     batch: usize,
     kv_head: usize,
-    /// For each query, the gradients of the query heads, one after the other.
+    /// For each query, the gradients of the query heads of the group, one after the other.
     query: Vec<&'a mut [T]>,
-    /// For each key.
+    /// For each key, its gradient.
     key: Vec<&'a mut [T]>,
     value: Vec<&'a mut [T]>,
 }
 
-/// Every head, and the gradients of sinks.
+/// Computes every head. Returns the gradients of the sinks.
 fn each_head<T: Element>(
     problem: &Problem,
     backward: Backward<'_>,
@@ -190,7 +191,7 @@ fn each_head<T: Element>(
     Ok(sums)
 }
 
-/// The vectors of (batch, length, heads) as those of each (batch, head), by position.
+/// Splits the vectors of (batch, length, heads) into those of each (batch, head), by position.
 fn split<T>(
     elements: &mut [T],
     width: usize,
@@ -206,22 +207,22 @@ fn split<T>(
     split
 }
 
-/// How heads are cut into blocks: by the problem alone.
+/// How heads are cut into blocks, which depends only on the problem.
 struct Blocks {
     arch: pulp::Arch,
     shape: Shape,
-    /// Rows of a block: whole panels.
+    /// Rows per block: whole panels.
     rows: usize,
-    /// Keys of a block: whole steps.
+    /// Keys per block: whole steps.
     keys: usize,
 }
 
-/// Rows and keys of a block at most. Blocks are packed for each task, and this is where that takes
-/// no more than a few hundredths of it.
+/// Maximum rows and keys per block. Blocks are packed for each task; at this size, packing takes no
+/// more than a few hundredths of the task's time.
 const LARGEST: usize = 5 * KEY_BLOCK;
-/// Elements of a block's vectors at most, as long as it has rows and keys of a step.
+/// Maximum elements of a block's vectors, as long as it has the rows and keys of a step.
 const ELEMENTS: usize = LARGEST * 512;
-/// Tasks of a round, over all heads, that there should be where the problem is large enough.
+/// Tasks per round, over all heads, that there should be where the problem is large enough.
 const TASKS: usize = 32;
 
 impl Blocks {
@@ -240,18 +241,19 @@ impl Blocks {
     }
 }
 
-/// A key/value head in work.
+/// A key/value head in progress.
 struct Work<'a> {
     problem: &'a Problem,
     backward: Backward<'a>,
     blocks: &'a Blocks,
     batch: usize,
     kv_head: usize,
-    /// For each block of rows.
+    /// Statistics of each block of rows.
     numbers: Vec<RowNumbers<'a>>,
-    /// For each block of rows; a task locks its own, which nobody else holds.
+    /// Sums of dQ of each block of rows. A task locks its own, which no other task uses at that
+    /// time.
     row_sums: Vec<Mutex<Vec<f32>>>,
-    /// For each block of keys.
+    /// Sums of dK and dV of each block of keys.
     key_sums: Vec<Mutex<KeySums>>,
 }
 
@@ -288,7 +290,7 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Every block of rows with every block of keys that it sees.
+    /// Computes every block of rows with every block of keys that it sees.
     fn run(&self, watch: Watch<'_>) -> Result<(), BackendError> {
         let rounds = self.row_sums.len().max(self.key_sums.len());
         for round in 0..rounds {
@@ -326,7 +328,7 @@ impl<'a> Work<'a> {
         });
     }
 
-    /// Write the gradients, and give those of the sinks.
+    /// Writes the gradients, and returns those of the sinks.
     fn finish<T: Element>(&self, head: Head<'_, T>) -> Vec<f64> {
         let Blocks { shape, rows, keys, .. } = *self.blocks;
         let Problem { head_dim, value_head_dim, .. } = *self.problem;
@@ -351,7 +353,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// A block of so many.
+/// Returns the range of a block among `total` items in blocks of `size`.
 fn part(block: usize, size: usize, total: usize) -> Range<usize> {
     block * size..total.min((block + 1) * size)
 }
@@ -383,7 +385,7 @@ mod tests {
         }
     }
 
-    /// The gradients of a small problem, by a tile that need not be the best.
+    /// Computes the gradients of a small problem with a given tile, not necessarily the best.
     fn gradients(arch: pulp::Arch, tile: Tile) -> Vec<f32> {
         let problem = Problem::new(1, 2, 37, 20)
             .with_kv_heads(1)
@@ -418,7 +420,7 @@ mod tests {
         found.into_iter().flatten().chain(sinks.into_iter().map(|sink| sink as f32)).collect()
     }
 
-    /// Those of other instruction sets are run here too, if slowly.
+    /// The tiles of other instruction sets run here too, if slowly.
     #[test]
     fn every_tile_gives_the_same() {
         let expected = gradients(pulp::Arch::Scalar, Tile::Narrow);

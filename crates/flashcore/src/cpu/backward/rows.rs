@@ -1,4 +1,4 @@
-//! A block of rows: queries and gradients of outputs, packed, and the numbers of the softmax.
+//! A block of rows of the backward pass: packed Q and dO, and the statistics of the softmax.
 
 use std::ops::Range;
 
@@ -10,26 +10,27 @@ use crate::gradients::Backward;
 use crate::problem::Problem;
 use crate::tensor::{Head, TensorView};
 
-/// What is known of each row before any product: one entry for each lane of each panel.
+/// What is known of each row before any product: one entry per lane of each panel.
 pub(super) struct RowNumbers<'a> {
-    /// The sequence.
+    /// Index of the sequence.
     batch: usize,
     /// The query heads that read the key/value head.
     heads: Range<usize>,
-    /// The rows of the head that these are.
+    /// Which rows of the head these are.
     rows: Range<usize>,
-    /// What each row sees, and what becomes of its products.
+    /// Visible keys and score rules of each row.
     pub(super) rules: Rows<'a>,
-    /// The log-sum-exp.
+    /// Log-sum-exp of each row.
     pub(super) lse: Vec<f32>,
-    /// The row sums of the output times its gradient.
+    /// delta = rowsum(dO * O) of each row.
     pub(super) delta: Vec<f32>,
-    /// What each row adds to the gradient of its head's sink.
+    /// Contribution of each row to the gradient of its head's sink.
     sinks: Vec<f64>,
 }
 
 impl<'a> RowNumbers<'a> {
-    /// The heads of one query are neighbours, as in the forward pass.
+    /// Computes the statistics of some rows. The heads of one query are adjacent, as in the forward
+    /// pass.
     pub(super) fn new(
         shape: Shape,
         problem: &Problem,
@@ -63,7 +64,7 @@ impl<'a> RowNumbers<'a> {
             let row_rule = RowRule { functions, ..rule(problem, inputs, batch, head, query) };
             let lse =
                 backward.lse[(batch * problem.query_heads + head) * problem.query_length + query];
-            // A row without weight has no gradients, whatever the tensors hold.
+            // A row that saw no key has no gradients, whatever the tensors hold.
             if lse == f32::NEG_INFINITY || row_rule.visible.is_empty() {
                 rules.push(RowRule { visible: 0..0, ..row_rule });
                 continue;
@@ -78,7 +79,7 @@ impl<'a> RowNumbers<'a> {
             numbers.sinks[lane] = -row_rule.sink.map_or(0.0, share) * delta;
             rules.push(row_rule);
         }
-        // Lanes without a row see nothing: zero times what is not finite would not be nothing.
+        // Lanes without a row see nothing: zero times infinity or NaN would not be zero.
         let (query, head) = numbers.place(0);
         while rules.len() < lanes {
             let visible = 0..0;
@@ -88,24 +89,24 @@ impl<'a> RowNumbers<'a> {
         Ok(numbers)
     }
 
-    /// The query and the query head of a lane.
+    /// Returns the query and the query head of a lane.
     fn place(&self, lane: usize) -> (usize, usize) {
         let row = self.rows.start + lane;
         (row / self.heads.len(), self.heads.start + row % self.heads.len())
     }
 
-    /// Zeros for the sums of the queries' gradients: by panel, dim in whole tiles and lane.
+    /// Allocates zeroed sums of dQ: by panel, dim in whole tiles, and lane.
     pub(super) fn query_sums(&self, shape: Shape) -> Vec<f32> {
         vec![0.0; self.lse.len() * shape.dim_rows()]
     }
 
-    /// The keys among some from the first to the last that some row sees.
+    /// Returns the part of a range of keys from the first to the last that some row sees.
     pub(super) fn seen_of(&self, keys: Range<usize>) -> Range<usize> {
         let seen = self.rules.seen(0..self.rules.count());
         seen.start.max(keys.start)..seen.end.min(keys.end)
     }
 
-    /// Add to the gradients of the sinks of a group's heads.
+    /// Adds to the gradients of the sinks of a group's heads.
     pub(super) fn add_sinks(&self, sums: &mut [f64]) {
         for lane in 0..self.rows.len() {
             let (_, head) = self.place(lane);
@@ -114,7 +115,7 @@ impl<'a> RowNumbers<'a> {
     }
 }
 
-/// Queries and gradients of outputs as the products of a task read them.
+/// Q and dO of a block of rows, in the layouts that the products of a task read.
 pub(super) struct RowBlock {
     pub(super) queries: Packed,
     pub(super) gradients: Packed,
@@ -124,23 +125,23 @@ pub(super) struct RowBlock {
 pub(super) struct Packed {
     /// By panel, dim and lane: rows are columns.
     columns: Vec<f32>,
-    /// Elements of a panel of these.
+    /// Elements per panel of `columns`.
     panel: usize,
-    /// By panel of dims, row and dim within the panel; zero where one is not finite.
+    /// By panel of dims, row and dim within the panel; zero in place of non-finite values.
     pub(super) rows: Vec<f32>,
-    /// The values that are not finite. Zero times these would not be nothing: they are added for
-    /// the keys that their rows see and no others.
+    /// The non-finite values. Zero times these is NaN: they are added only for the keys that their
+    /// rows see.
     pub(super) infinite: Vec<Infinite>,
 }
 
-/// A value that is NaN or infinite: of a row, or of a key.
+/// A value that is NaN or infinite, at a row or a key.
 pub(super) struct Infinite {
     pub(super) index: usize,
     pub(super) dim: usize,
     pub(super) value: f32,
 }
 
-/// Takes what is not finite out of a vector.
+/// Moves the non-finite values of a vector to a list, and leaves zeros.
 pub(super) fn set_aside(vector: &mut [f32], index: usize, infinite: &mut Vec<Infinite>) {
     if !all_finite(vector) {
         for (dim, value) in vector.iter_mut().enumerate().filter(|it| !it.1.is_finite()) {
@@ -166,7 +167,7 @@ impl RowBlock {
     }
 }
 
-/// The sums of one query among those of its block.
+/// Reads dQ of one row from the sums of its block.
 pub(super) fn read_query(shape: Shape, sums: &[f32], row: usize, to: &mut [f32]) {
     let panel = &sums[row / shape.lanes * shape.dim_rows() * shape.lanes..];
     for (to, from) in to.iter_mut().zip(panel.chunks_exact(shape.lanes)) {
@@ -175,7 +176,7 @@ pub(super) fn read_query(shape: Shape, sums: &[f32], row: usize, to: &mut [f32])
 }
 
 impl Packed {
-    /// A panel whose columns are rows, by dim and lane.
+    /// Returns a panel by dim and lane: its columns are rows of the block.
     pub(super) fn panel(&self, panel: usize) -> &[f32] {
         &self.columns[panel * self.panel..][..self.panel]
     }

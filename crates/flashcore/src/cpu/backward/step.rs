@@ -1,4 +1,4 @@
-//! One block of rows against one block of keys.
+//! The products of a task of the backward pass: one block of rows against one block of keys.
 //!
 //! A few panels of rows meet a step of keys at a time:
 //!
@@ -12,8 +12,8 @@
 //! dK[key][dim] += sum over row  dS[key][row] Q[row][dim]
 //! ```
 //!
-//! All five have the form of the forward pass's register tiles: rows are the columns of the first
-//! three, dims those of the last two.
+//! All five have the form of the register tiles of the forward pass: rows are the columns of the
+//! first three products, dims those of the last two.
 
 use std::ops::Range;
 
@@ -25,12 +25,11 @@ use crate::cpu::exp::exp;
 use crate::cpu::tile::{Row, Tile, add_products, add_weighted, products, rows, rows_mut};
 use crate::tensor::Head;
 
-/// Panels of rows that meet a step of keys together: the more, the longer the sums of dK and dV
-/// stay in registers; P and dS must stay in the caches.
+/// Panels of rows that meet a step of keys together. With more of them, the sums of dK and dV stay
+/// in registers for longer, but P and dS must stay in the caches.
 const PANELS: usize = 4;
 
-/// The sums of the gradients of a block of keys: by step, panel of dims, key and dim within the
-/// panel.
+/// The sums of dK and dV of a block of keys: by step, panel of dims, key and dim within the panel.
 pub(super) struct KeySums {
     lanes: usize,
     keys: Vec<f32>,
@@ -49,7 +48,7 @@ impl KeySums {
         }
     }
 
-    /// The sums of one key and its value.
+    /// Reads dK and dV of one key.
     pub(super) fn read(&self, index: usize, key: &mut [f32], value: &mut [f32]) {
         for (sums, to) in [(&self.keys, key), (&self.values, value)] {
             let panels = to.len().div_ceil(self.lanes);
@@ -62,18 +61,18 @@ impl KeySums {
     }
 }
 
-/// Add what a block of rows and a block of keys give to the gradients of both.
+/// Adds the contributions of a block of rows and a block of keys to the gradients of both.
 pub(super) struct WalkBlock<'a> {
     pub(super) shape: Shape,
     pub(super) rows: &'a RowBlock,
     pub(super) numbers: &'a RowNumbers<'a>,
-    /// The sums of the queries' gradients.
+    /// Sums of dQ.
     pub(super) row_sums: &'a mut [f32],
     pub(super) key: Head<'a>,
     pub(super) value: Head<'a>,
-    /// The first key of the block.
+    /// First key of the block.
     pub(super) first: usize,
-    /// The keys of the block that some row sees.
+    /// Keys of the block that some row sees.
     pub(super) keys: Range<usize>,
     pub(super) key_sums: &'a mut KeySums,
 }
@@ -97,12 +96,12 @@ struct Step {
     /// Keys and values by position and dim.
     keys: Vec<f32>,
     values: Vec<f32>,
-    /// Keys by tile of dims, position and dim within the tile; zero where one is not finite.
+    /// Keys by tile of dims, position and dim within the tile; zero in place of non-finite values.
     key_tiles: Vec<f32>,
     infinite: Vec<Infinite>,
-    /// By panel, key and lane: products, then probabilities.
+    /// S, later P, by panel, key and lane.
     scores: Vec<f32>,
-    /// By panel, key and lane: the gradients of probabilities, then of scores.
+    /// dP, later dS, by panel, key and lane.
     gradients: Vec<f32>,
 }
 
@@ -120,8 +119,8 @@ impl Step {
         }
     }
 
-    /// Load keys and values of the step that begins with `first`. Others stay as they are: their
-    /// probabilities are zero.
+    /// Loads keys and values of the step that begins at key `first`. Others keep old contents:
+    /// their probabilities are zero.
     #[inline(always)]
     fn load<const ROWS: usize>(
         &mut self,
@@ -174,7 +173,7 @@ impl WalkBlock<'_> {
         }
     }
 
-    /// The tiles of a step of keys that rows of some panels see.
+    /// Returns the tiles of a step of keys that rows of some panels see.
     fn tiles<const ROWS: usize>(
         &self,
         panels: &Range<usize>,
@@ -190,7 +189,7 @@ impl WalkBlock<'_> {
         }
     }
 
-    /// P and dS of a panel over some tiles of a step, and what they add to dQ.
+    /// Computes P and dS of a panel over some tiles of a step, and adds to dQ.
     #[inline(always)]
     fn panel<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         &mut self,
@@ -240,7 +239,7 @@ impl WalkBlock<'_> {
         }
     }
 
-    /// Turn products into probabilities, and gradients of probabilities into those of products.
+    /// Turns S into P, and dP into dS.
     #[inline(always)]
     fn weigh<S: Simd, const COLUMNS: usize>(
         &self,
@@ -288,7 +287,7 @@ impl WalkBlock<'_> {
         }
     }
 
-    /// What some panels add to dV and dK over some tiles of a step.
+    /// Adds to dV and dK what some panels contribute over some tiles of a step.
     #[inline(always)]
     fn keys<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         &mut self,
@@ -327,7 +326,7 @@ impl WalkBlock<'_> {
         }
     }
 
-    /// Add what values that are not finite contribute, for the pairs that see each other.
+    /// Adds the contributions of non-finite values, for the pairs that see each other.
     fn add_infinite(
         &mut self,
         step: &Step,
@@ -367,7 +366,7 @@ impl WalkBlock<'_> {
     }
 }
 
-/// The products of some vectors of a step with a panel of rows.
+/// Multiplies some vectors of a step with a panel of rows.
 #[inline(always)]
 fn multiply<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     simd: S,
