@@ -48,9 +48,6 @@ CALLS = {
         x(HUGE, 1, 8), x(4, 1, 8), x(4, 1, 8), i(0, 4), i(0, 4), 4, 4
     ),
     "kvcache queries": lambda x, i: flash_attn_with_kvcache(x(1, HUGE, 1, 8), x(1, 4, 1, 8), x(1, 4, 1, 8)),
-    "kvcache positions": lambda x, i: flash_attn_with_kvcache(
-        x(1, 1, 1, 8), x(1, HUGE, 1, 8), x(1, HUGE, 1, 8), cache_leftpad=i(1)
-    ),
     "kvcache rotated": lambda x, i: flash_attn_with_kvcache(
         x(1, HUGE, 1, 8), np_or(x, 1, 8, 1, 8), np_or(x, 1, 8, 1, 8), x(1, 1, 1, 8), x(1, 1, 1, 8),
         rotary_cos=np_or(x, 8, 4), rotary_sin=np_or(x, 8, 4), cache_seqlens=i(1),
@@ -73,6 +70,16 @@ def test_what_no_memory_holds_is_a_memory_error(call, make):
     with pytest.raises(MemoryError) as caught:
         call(make, lambda *numbers: ints(make, *numbers))
     assert str(caught.value)
+
+
+@pytest.mark.parametrize("make", [of_numpy, of_torch])
+def test_caches_are_not_copied(make):
+    """A window of the last keys of a cache that no machine has a second time."""
+    cache, window = make(1, HUGE, 1, 8), {"causal": True, "window_size": (16, 0)}
+    padded = flash_attn_with_kvcache(make(1, 1, 1, 8), cache, cache, cache_leftpad=ints(make, 1), **window)
+    plain = flash_attn_func(make(1, 1, 1, 8), cache, cache, **window)
+    assert padded.shape == plain.shape == (1, 1, 1, 8)
+    assert not np.asarray(padded).any() and not np.asarray(plain).any()
 
 
 def test_what_has_no_elements_needs_no_memory():
