@@ -40,7 +40,8 @@
 //!
 //! [`attend`] looks for the machine's GPU anew on every call. A program that calls it often should
 //! keep a [`Machine`], which also keeps the compiled kernels. Tensors are not repacked: [`Layout`]
-//! accepts any strides, as long as the elements along the head dim are contiguous.
+//! accepts any strides, as long as the elements along the head dim are contiguous, and a
+//! [`TensorView`] borrows memory that belongs to somebody else.
 //!
 //! ```
 //! use flashcore::{Inputs, Layout, Machine, Preference, Shape, Tensor};
