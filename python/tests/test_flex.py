@@ -249,6 +249,9 @@ def operations():
             "torch.add(score, kv_idx, alpha=0.01) - torch.div(kv_idx, 4, rounding_mode='floor') * 0.1",
             "score.to(torch.float32) + q_idx.to(torch.bool).to(torch.int32) * math.pi / 10",
             "+score + ~q_idx * 0.01 + (~(q_idx > 4)) * 0.2 + (h & b)",
+            "score**0 + score**9 * 0.1 + (2 + score.abs())**-1 - (score - 4)**-3",
+            "score * (-1.0)**q_idx + score**(kv_idx % 4) + torch.pow(-0.5, kv_idx.float())",
+            "score + 0.0**kv_idx.float() + (q_idx - kv_idx)**0 + ((q_idx - kv_idx) % 3)**11 * 0.001",
         )
     ]
 
