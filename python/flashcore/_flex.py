@@ -107,22 +107,22 @@ def attend(
     return result
 
 
-# Those of PyTorch that were seen, as ours.
+# Those of PyTorch that were seen, as ours, with what they were made of then.
 _known: Any = weakref.WeakKeyDictionary()
 
 
 def _of_pytorch(theirs: Any) -> BlockMask:
     """PyTorch's own block mask: its lists of blocks, and its function within them."""
-    try:
-        ours: BlockMask | None = _known.get(theirs)
-    except TypeError:
-        ours = None  # nothing that could be known: refused below
-    if ours is None:
-        lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
-        if lists is None:
-            raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
-        ours = _known[theirs] = BlockMask.from_kv_blocks(*lists)
-    return ours
+    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+    if lists is None:
+        raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
+    versions = [_flex_torch.version_of(it) for it in lists]
+    ours, made_of, then = _known.get(theirs, (None, (), ()))
+    # Its lists and its function are attributes, which a program may change.
+    if ours is None or versions != then or any(a is not b for a, b in zip(lists[:4], made_of)) or lists[4:] != made_of[4:]:
+        ours = BlockMask.from_kv_blocks(*lists)
+        _known[theirs] = (ours, lists, versions)
+    return ours  # type: ignore[no-any-return]
 
 
 def refuse_groups(query: Any, key: Any) -> None:

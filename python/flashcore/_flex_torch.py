@@ -77,6 +77,12 @@ def block_lists(mask: Any) -> tuple[Any, ...] | None:
     return (mask.kv_num_blocks, mask.kv_indices, *whole, mask.BLOCK_SIZE, function, mask.seq_lengths)
 
 
+def version_of(given: Any) -> int | None:
+    """How often a tensor was written; nothing of what is no tensor, or of one that does not count."""
+    counts = isinstance(given, torch.Tensor) and not given.is_inference()
+    return given._version if counts else None
+
+
 def _number(blocks: Any) -> int:
     if blocks is None:
         return 0

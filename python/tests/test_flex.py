@@ -839,9 +839,17 @@ def test_block_masks_of_pytorch(device, monkeypatch):
     theirs = create_block_mask(documents, None, None, QUERIES, KEYS, device=device, BLOCK_SIZE=16)
     near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
     with monkeypatch.context() as patch:
-        # Known by now: its lists are not read again.
-        patch.setattr(flashcore._flex._flex_torch, "block_lists", None)
+        # Known by now: nothing is made of its lists again.
+        patch.setattr(flashcore.BlockMask, "from_kv_blocks", None)
         near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
+    # What is changed afterwards counts: its function, its lists, what is in them.
+    theirs.mask_mod = lambda b, h, i, j: i >= j
+    in_blocks = theirs.to_dense().bool()
+    seen = lambda b, h, i, j: (i >= j) & in_blocks[0, 0, i // 16, j // 16]
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, seen), q.dtype)
+    theirs.kv_num_blocks.zero_()
+    none = lambda b, h, i, j: (i >= j) & (j < 0)
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, none), q.dtype)
     # Their lists count, and their function in the place of none.
     counts, indices = (
         x.to(device) for x in lists_of(torch.ones(1, 1, -(-QUERIES // 16), -(-KEYS // 16)).tril() > 0, -(-KEYS // 16))
