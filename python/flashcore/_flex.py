@@ -94,16 +94,21 @@ _outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attent
 
 
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: bool,
+    rules: tuple[Any, ...],
+    deterministic: bool = False,
 ) -> Any:
     """Attention with functions: the output, or output and log-sum-exps."""
     if is_compiling():
-        return _flex_torch.attend(tensors, numbers, function, lse, rules)
+        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
     result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
     if result is None:
         return _arrays.attend(tensors, numbers, function, lse, rules=rules)
     if result is NotImplemented or result is ...:
-        return _flex_torch.attend(tensors, numbers, function, lse, rules)
+        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
     return result
 
 

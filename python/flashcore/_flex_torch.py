@@ -49,13 +49,18 @@ _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: bool,
+    rules: tuple[Any, ...],
+    deterministic: bool = False,
 ) -> Any:
     """Attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     result = operators.attention_with_rules(
         *tensors, numbers[0], *texts, list(captured), function, _number(blocks), deterministic
     )

@@ -537,6 +537,16 @@ def test_a_mask_that_is_a_tensor(shape, kind, device):
     near([out], exact, q.dtype)
 
 
+@DEVICES
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_mask_that_is_a_tensor_is_deterministic_where_asked(deterministic, device):
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+    mask = torch.randn(QUERIES, KEYS).to(device)
+    scaled_dot_product_attention(q, k, v, mask, deterministic=deterministic).sum().backward()
+    problem = flashcore.info()["last"]["problem"]
+    assert "backward" in problem and ("deterministic" in problem) == deterministic
+
+
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
 def test_a_mask_that_is_a_tensor_can_be_compiled():
     q, k, v = tensors("cpu")
