@@ -8,7 +8,7 @@ import math
 import weakref
 from typing import Any, NamedTuple
 
-from . import _arrays, _flashcore, _patterns
+from . import _arrays, _copies, _flashcore, _patterns
 from ._arguments import flag, refusal, shape_of, whole
 from ._serving import is_compiling
 from ._trace import check_arguments, trace
@@ -102,14 +102,27 @@ def attend(
     deterministic: bool = False,
 ) -> Any:
     """Attention with functions: the output, or output and log-sum-exps."""
+
+    def again(
+        tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
+    ) -> Any:
+        return attend(tensors, numbers, function, lse, rules, deterministic)
+
     if is_compiling():
-        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
-    result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
-    if result is None:
-        return _arrays.attend(tensors, numbers, function, lse, rules=rules)
-    if result is NotImplemented or result is ...:
-        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
-    return result
+        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic) if copied is None else copied
+    try:
+        result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
+        if result is None:
+            return _arrays.attend(tensors, numbers, function, lse, rules=rules)
+        if result is NotImplemented or result is ...:
+            return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
+        return result
+    except ValueError:
+        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        if copied is None:
+            raise
+        return copied
 
 
 # Those of PyTorch that were seen, as ours, with what they were made of then.

@@ -538,6 +538,31 @@ def test_a_mask_that_is_a_tensor(shape, kind, device):
 
 
 @DEVICES
+@pytest.mark.filterwarnings("ignore:head dim")
+@pytest.mark.filterwarnings("ignore:values have")
+@pytest.mark.filterwarnings("ignore:the last dimension")
+def test_functions_go_with_copies(device):
+    """Head dims that no kernel has, and vectors with gaps, are served with functions as they are without."""
+    generator = torch.Generator().manual_seed(4)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, torch.bfloat16 if device != "cpu" else None)
+    numbers = torch.randn(HEADS, QUERIES, KEYS, generator=generator).to(device)
+    for dim, value_dim in ((20, 20), (16, 9), (8, 264)):
+        given = make(BATCH, HEADS, QUERIES, dim), make(BATCH, 2, KEYS, dim), make(BATCH, 2, KEYS, value_dim)
+        mine, exact = ([x.clone().requires_grad_() for x in (*given, numbers)] for _ in range(2))
+        out = scaled_dot_product_attention(*mine[:3], attn_mask=mine[3], enable_gqa=True)
+        truth, _ = expected(*exact[:3], None, lambda s, b, h, i, j: s + exact[3][h, i, j])
+        near([out], [truth], given[0].dtype)
+        gradient = make(*out.shape)
+        out.backward(gradient)
+        truth.backward(gradient.double())
+        near([x.grad for x in mine], [x.grad.double() for x in exact], given[0].dtype)
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors(device))
+    causal = lambda b, h, i, j: i >= j
+    mask = create_block_mask(causal, None, None, QUERIES, KEYS)
+    near(flex_attention(q, k, v, block_mask=mask, return_lse=True), expected(q, k, v, causal), q.dtype)
+
+
+@DEVICES
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_mask_that_is_a_tensor_is_deterministic_where_asked(deterministic, device):
     q, k, v = (x.requires_grad_() for x in tensors(device))
