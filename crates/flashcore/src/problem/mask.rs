@@ -10,7 +10,8 @@ use serde::Serialize;
 use super::function;
 
 /// Which keys a query may see: those of one interval around its position. A masked key contributes
-/// nothing, even if it holds NaN.
+/// nothing: on the CPU not even a value that is infinite or NaN. On a GPU, as in FlashAttention, a block
+/// of keys of which a row sees some is multiplied whole, and zero times such a value is NaN.
 ///
 /// Queries are aligned to the end of the keys: query `i` stands at position
 /// `i + key_length - query_length`, so the last query stands at the last key, whatever the lengths.
