@@ -420,9 +420,10 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
             raise ValueError(f"{name} is a {type(tensor)} of shape {shape_of(tensor)}, expected a tensor of 4 dimensions")
     scores = (*query.shape[:3], key.shape[2])
     padded = (1,) * (4 - len(shape)) + tuple(shape)
-    if len(padded) != 4 or any(given not in (1, size) for given, size in zip(padded, scores)):
+    # Sizes may be those of PyTorch's compiler, which are not found in a tuple.
+    if len(padded) != 4 or any(given != 1 and given != size for given, size in zip(padded, scores)):
         raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
-    if 0 in scores:
+    if any(size == 0 for size in scores):
         return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)

@@ -579,6 +579,13 @@ def test_a_mask_that_is_a_tensor_can_be_compiled():
     for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
         with torch.no_grad():
             assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
+    # After calls of other lengths, sizes of queries and keys are symbols, and those of a mask are numbers.
+    torch._dynamo.reset()
+    for lengths in ((30, 40), (20, 33)):
+        compiled(*tensors("cpu", queries=lengths[0], keys=lengths[1]))
+    for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
+        with torch.no_grad():
+            assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
     # A function is traced outside of what is compiled.
     scale = torch.tensor(0.5)
     ruled = torch.compile(lambda q: flex_attention(q * 2, k, v, lambda s, *at: s * scale) + 1, backend="aot_eager")
