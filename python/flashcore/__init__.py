@@ -396,7 +396,7 @@ def scaled_dot_product_attention(
     if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
         _refuse_groups(query, key)
     if attn_mask is not None:
-        return _masked(query, key, value, attn_mask, is_causal, scale)
+        return _masked(query, key, value, attn_mask, is_causal, scale, deterministic)
     return _attend(
         (query, key, value),
         (scale, is_causal, (-1, -1), 0, 0.0, None, None),
@@ -406,13 +406,16 @@ def scaled_dot_product_attention(
     )
 
 
-def _masked(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any) -> Any:
+def _masked(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any, deterministic: bool
+) -> Any:
     """Attention with a mask that is a tensor."""
     if _flag("is_causal", is_causal):
         raise ValueError("attn_mask was given with is_causal=True, expected one of the two")
     rules = _mask_rules(attn_mask, query, key)
     numbers = (scale, False, (-1, -1), 0, 0.0, None, None)
-    return _attend_with_rules((query, key, value), numbers, "scaled_dot_product_attention", False, rules)
+    tensors = (query, key, value)
+    return _attend_with_rules(tensors, numbers, "scaled_dot_product_attention", False, rules, deterministic)
 
 
 def info() -> dict[str, Any]:

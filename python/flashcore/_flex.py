@@ -8,7 +8,7 @@ import math
 import weakref
 from typing import Any, NamedTuple
 
-from . import _arrays, _flashcore, _patterns
+from . import _arrays, _copies, _flashcore, _patterns
 from ._arguments import flag, refusal, shape_of, whole
 from ._serving import is_compiling
 from ._trace import check_arguments, trace
@@ -94,35 +94,53 @@ _outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attent
 
 
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: bool,
+    rules: tuple[Any, ...],
+    deterministic: bool = False,
 ) -> Any:
     """Attention with functions: the output, or output and log-sum-exps."""
+
+    def again(
+        tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
+    ) -> Any:
+        return attend(tensors, numbers, function, lse, rules, deterministic)
+
     if is_compiling():
-        return _flex_torch.attend(tensors, numbers, function, lse, rules)
-    result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
-    if result is None:
-        return _arrays.attend(tensors, numbers, function, lse, rules=rules)
-    if result is NotImplemented or result is ...:
-        return _flex_torch.attend(tensors, numbers, function, lse, rules)
-    return result
+        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic) if copied is None else copied
+    try:
+        result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
+        if result is None:
+            return _arrays.attend(tensors, numbers, function, lse, rules=rules)
+        if result is NotImplemented or result is ...:
+            return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
+        return result
+    except ValueError:
+        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        if copied is None:
+            raise
+        return copied
 
 
-# Those of PyTorch that were seen, as ours.
+# Those of PyTorch that were seen, as ours, with what they were made of then.
 _known: Any = weakref.WeakKeyDictionary()
 
 
 def _of_pytorch(theirs: Any) -> BlockMask:
     """PyTorch's own block mask: its lists of blocks, and its function within them."""
-    try:
-        ours: BlockMask | None = _known.get(theirs)
-    except TypeError:
-        ours = None  # nothing that could be known: refused below
-    if ours is None:
-        lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
-        if lists is None:
-            raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
-        ours = _known[theirs] = BlockMask.from_kv_blocks(*lists)
-    return ours
+    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+    if lists is None:
+        raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
+    versions = [_flex_torch.version_of(it) for it in lists]
+    ours, made_of, then = _known.get(theirs, (None, (), ()))
+    # Its lists and its function are attributes, which a program may change.
+    if ours is None or versions != then or any(a is not b for a, b in zip(lists[:4], made_of)) or lists[4:] != made_of[4:]:
+        ours = BlockMask.from_kv_blocks(*lists)
+        _known[theirs] = (ours, lists, versions)
+    return ours  # type: ignore[no-any-return]
 
 
 def refuse_groups(query: Any, key: Any) -> None:
@@ -402,9 +420,10 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
             raise ValueError(f"{name} is a {type(tensor)} of shape {shape_of(tensor)}, expected a tensor of 4 dimensions")
     scores = (*query.shape[:3], key.shape[2])
     padded = (1,) * (4 - len(shape)) + tuple(shape)
-    if len(padded) != 4 or any(given not in (1, size) for given, size in zip(padded, scores)):
+    # Sizes may be those of PyTorch's compiler, which are not found in a tuple.
+    if len(padded) != 4 or any(given != 1 and given != size for given, size in zip(padded, scores)):
         raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
-    if 0 in scores:
+    if any(size == 0 for size in scores):
         return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)

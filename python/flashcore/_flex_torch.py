@@ -49,13 +49,18 @@ _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: bool,
+    rules: tuple[Any, ...],
+    deterministic: bool = False,
 ) -> Any:
     """Attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     result = operators.attention_with_rules(
         *tensors, numbers[0], *texts, list(captured), function, _number(blocks), deterministic
     )
@@ -75,6 +80,12 @@ def block_lists(mask: Any) -> tuple[Any, ...] | None:
     function = None if mask.mask_mod is noop_mask else mask.mask_mod
     whole = (mask.full_kv_num_blocks, mask.full_kv_indices)
     return (mask.kv_num_blocks, mask.kv_indices, *whole, mask.BLOCK_SIZE, function, mask.seq_lengths)
+
+
+def version_of(given: Any) -> int | None:
+    """How often a tensor was written; nothing of what is no tensor, or of one that does not count."""
+    counts = isinstance(given, torch.Tensor) and not given.is_inference()
+    return given._version if counts else None
 
 
 def _number(blocks: Any) -> int:

@@ -631,15 +631,51 @@ def _power(x: Any, y: Any) -> Traced:
     trace = _trace_of(x, y)
     a, b = trace.lift(x), trace.lift(y)
     whole = b._constant
-    if isinstance(whole, float) and whole.is_integer():
+    if isinstance(whole, float) and whole.is_integer() and abs(whole) <= _LAST_ODD:
         whole = int(whole)
-    if isinstance(whole, int) and not isinstance(whole, bool) and 1 <= whole <= 8:
-        base = to_float(a) if b._type == "f32" else a
-        return functools.reduce(lambda x, y: _arithmetic("mul", x, y), [base] * whole)
+    if isinstance(whole, int) and not isinstance(whole, bool):
+        base = to_float(a) if "f32" in (a._type, b._type) else to_int(a)
+        if whole >= 0:
+            return _product(base, whole)
+        if base._type == "f32":
+            return _divide(1.0, _product(base, -whole))
     if "f32" not in (a._type, b._type):
-        refuse("a power of whole numbers, expected an exponent from 1 to 8 or floating-point numbers")
-    # Of a positive base.
-    return _exp2(_arithmetic("mul", to_float(b), _log2(a)))
+        refuse("a power of whole numbers, expected a constant exponent that is not negative, or floating-point numbers")
+    positive = a._constant is not None and a._constant > 0
+    if positive or b._constant is not None:
+        # Of a negative base there is none, as in PyTorch: the exponent is no whole number.
+        return _exp2(_arithmetic("mul", to_float(b), _log2(a)))
+    return _signed_power(to_float(a), b)
+
+
+# Beyond this all floats are even.
+_LAST_ODD = float(2**24)
+
+
+def _product(base: Traced, count: int) -> Traced:
+    """So many equal factors, by squares."""
+    if count == 0:
+        one: Traced = base._trace.lift(1.0 if base._type == "f32" else 1)
+        return one
+    half = base if count < 2 else _product(base, count // 2)
+    if count < 2:
+        return half
+    square = _arithmetic("mul", half, half)
+    return _arithmetic("mul", square, base) if count % 2 else square
+
+
+def _signed_power(a: Traced, exponent: Traced) -> Traced:
+    """A power of a base that may be negative, or zero: then the exponent must be a whole number."""
+    b = to_float(exponent)
+    magnitude = _exp2(_arithmetic("mul", b, _log2(_absolute(a))))
+    is_odd = to_bool(_bitwise("and", to_int(exponent), 1))
+    if exponent._type == "f32":
+        is_odd = _bitwise("and", is_odd, _compare("lt", _absolute(b), _LAST_ODD))
+    below = _select(is_odd, _negative(magnitude), magnitude)
+    if exponent._type == "f32":
+        below = _select(_compare("eq", _truncate(b), b), below, math.nan)
+    # Anything to the power of zero is one, zero as well.
+    return _select(_compare("eq", b, 0.0), 1.0, _select(_compare("lt", a, 0.0), below, magnitude))
 
 
 def _negative(x: Any) -> Traced:

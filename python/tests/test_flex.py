@@ -249,6 +249,9 @@ def operations():
             "torch.add(score, kv_idx, alpha=0.01) - torch.div(kv_idx, 4, rounding_mode='floor') * 0.1",
             "score.to(torch.float32) + q_idx.to(torch.bool).to(torch.int32) * math.pi / 10",
             "+score + ~q_idx * 0.01 + (~(q_idx > 4)) * 0.2 + (h & b)",
+            "score**0 + score**9 * 0.1 + (2 + score.abs())**-1 - (score - 4)**-3",
+            "score * (-1.0)**q_idx + score**(kv_idx % 4) + torch.pow(-0.5, kv_idx.float())",
+            "score + 0.0**kv_idx.float() + (q_idx - kv_idx)**0 + ((q_idx - kv_idx) % 3)**11 * 0.001",
         )
     ]
 
@@ -534,10 +537,52 @@ def test_a_mask_that_is_a_tensor(shape, kind, device):
     near([out], exact, q.dtype)
 
 
+@DEVICES
+@pytest.mark.filterwarnings("ignore:head dim")
+@pytest.mark.filterwarnings("ignore:values have")
+@pytest.mark.filterwarnings("ignore:the last dimension")
+def test_functions_go_with_copies(device):
+    """Head dims that no kernel has, and vectors with gaps, are served with functions as they are without."""
+    generator = torch.Generator().manual_seed(4)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, torch.bfloat16 if device != "cpu" else None)
+    numbers = torch.randn(HEADS, QUERIES, KEYS, generator=generator).to(device)
+    for dim, value_dim in ((20, 20), (16, 9), (8, 264)):
+        given = make(BATCH, HEADS, QUERIES, dim), make(BATCH, 2, KEYS, dim), make(BATCH, 2, KEYS, value_dim)
+        mine, exact = ([x.clone().requires_grad_() for x in (*given, numbers)] for _ in range(2))
+        out = scaled_dot_product_attention(*mine[:3], attn_mask=mine[3], enable_gqa=True)
+        truth, _ = expected(*exact[:3], None, lambda s, b, h, i, j: s + exact[3][h, i, j])
+        near([out], [truth], given[0].dtype)
+        gradient = make(*out.shape)
+        out.backward(gradient)
+        truth.backward(gradient.double())
+        near([x.grad for x in mine], [x.grad.double() for x in exact], given[0].dtype)
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors(device))
+    causal = lambda b, h, i, j: i >= j
+    mask = create_block_mask(causal, None, None, QUERIES, KEYS)
+    near(flex_attention(q, k, v, block_mask=mask, return_lse=True), expected(q, k, v, causal), q.dtype)
+
+
+@DEVICES
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_mask_that_is_a_tensor_is_deterministic_where_asked(deterministic, device):
+    q, k, v = (x.requires_grad_() for x in tensors(device))
+    mask = torch.randn(QUERIES, KEYS).to(device)
+    scaled_dot_product_attention(q, k, v, mask, deterministic=deterministic).sum().backward()
+    problem = flashcore.info()["last"]["problem"]
+    assert "backward" in problem and ("deterministic" in problem) == deterministic
+
+
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
 def test_a_mask_that_is_a_tensor_can_be_compiled():
     q, k, v = tensors("cpu")
     compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
+        with torch.no_grad():
+            assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
+    # After calls of other lengths, sizes of queries and keys are symbols, and those of a mask are numbers.
+    torch._dynamo.reset()
+    for lengths in ((30, 40), (20, 33)):
+        compiled(*tensors("cpu", queries=lengths[0], keys=lengths[1]))
     for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
         with torch.no_grad():
             assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
@@ -836,9 +881,17 @@ def test_block_masks_of_pytorch(device, monkeypatch):
     theirs = create_block_mask(documents, None, None, QUERIES, KEYS, device=device, BLOCK_SIZE=16)
     near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
     with monkeypatch.context() as patch:
-        # Known by now: its lists are not read again.
-        patch.setattr(flashcore._flex._flex_torch, "block_lists", None)
+        # Known by now: nothing is made of its lists again.
+        patch.setattr(flashcore.BlockMask, "from_kv_blocks", None)
         near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
+    # What is changed afterwards counts: its function, its lists, what is in them.
+    theirs.mask_mod = lambda b, h, i, j: i >= j
+    in_blocks = theirs.to_dense().bool()
+    seen = lambda b, h, i, j: (i >= j) & in_blocks[0, 0, i // 16, j // 16]
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, seen), q.dtype)
+    theirs.kv_num_blocks.zero_()
+    none = lambda b, h, i, j: (i >= j) & (j < 0)
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, none), q.dtype)
     # Their lists count, and their function in the place of none.
     counts, indices = (
         x.to(device) for x in lists_of(torch.ones(1, 1, -(-QUERIES // 16), -(-KEYS // 16)).tril() > 0, -(-KEYS // 16))

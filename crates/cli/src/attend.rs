@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use flashcore::file::{self, Names};
 use flashcore::{
-    DType, DTypes, Descale, Descales, InputTensors, Inputs, Machine, Mask, Output, Problem,
+    DType, DTypes, Descale, Descales, InputTensors, Inputs, Machine, Mask, Output, Pass, Problem,
 };
 use harness::given::Given;
 use harness::verify::Truth;
@@ -114,6 +114,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         (prepared, machine.join())
     });
     let (problem, tensors, given) = prepared?;
+    if problem.pass == Pass::Backward {
+        let problem = problem.text();
+        return Err(format!(
+            "attend computes outputs, and this problem asks for gradients: `flashcore check --problem {problem}` \
+             computes and checks them"
+        )
+        .into());
+    }
     let inputs = given.as_ref().map_or_else(|| tensors.inputs(), |given| given.inputs(&tensors));
     let machine = machine.map_err(|_| "looking for GPUs panicked")?;
     let preference = arguments.preferred.preference(problem.pass);

@@ -150,7 +150,7 @@ pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors
 }
 
 /// Writes `output`, (batch, query length, query heads, value head dim), and `lse`, f32 of shape
-/// (batch, query heads, query length).
+/// (batch, query heads, query length). Packed queries are one batch entry of all rows.
 ///
 /// ```no_run
 /// use flashcore::{Backend, CpuBackend, InputTensors, Problem, RunOptions, file};
@@ -168,7 +168,8 @@ pub fn write_output(
 ) -> Result<(), FileError> {
     let path = path.as_ref();
     let shape: [usize; 4] = result.output.shape().into();
-    let lse_shape = [problem.batch, problem.query_heads, problem.query_length];
+    let [batch, rows, heads, _] = shape;
+    let lse_shape = [batch, heads, rows];
     let views = [
         ("output", format_of(problem.dtypes.output), &shape[..], result.output.bytes()),
         ("lse", Dtype::F32, &lse_shape, bytemuck::cast_slice(&result.lse)),
@@ -286,6 +287,7 @@ mod tests {
     use super::*;
     use crate::backend::{Backend, RunOptions};
     use crate::cpu::CpuBackend;
+    use crate::problem::Storage;
 
     fn view(dtype: Dtype, shape: &[usize], bytes: &'static [u8]) -> TensorView<'static> {
         TensorView::new(dtype, shape.to_vec(), bytes).unwrap()
@@ -325,6 +327,23 @@ mod tests {
         assert_eq!(written.tensor("output").unwrap().shape(), [2, 5, 4, 8]);
         assert_eq!(written.tensor("output").unwrap().data(), result.output.bytes());
         assert_eq!(written.tensor("lse").unwrap().shape(), [2, 4, 5]);
+    }
+
+    #[test]
+    fn packed_queries_are_one_batch_entry() {
+        let problem = Problem::new(3, 4, 5, 8).with_storage(Storage::Packed(9), Storage::Padded);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let rows = Problem::new(1, 4, 9, 8);
+        let tensors = InputTensors::random(&rows, 3).unwrap();
+        let run = CpuBackend::new().run(&rows, tensors.inputs(), &RunOptions::default());
+        let result = run.unwrap();
+        write_output(file.path(), &problem, &result).unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        let written = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(written.tensor("output").unwrap().shape(), [1, 9, 4, 8]);
+        assert_eq!(written.tensor("lse").unwrap().shape(), [1, 4, 9]);
+        let lse: &[u8] = bytemuck::cast_slice(&result.lse);
+        assert_eq!(written.tensor("lse").unwrap().data(), lse);
     }
 
     #[test]

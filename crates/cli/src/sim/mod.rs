@@ -132,7 +132,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             .map(|(measure, limit)| format!(" --budget {}={limit}", hyphenated(*measure)))
             .collect();
         let name = match &arguments.problem {
-            Some(problem) => format!("{} --problem {}", kernel.family(), problem.text()),
+            Some(problem) => format!("{} --problem {}", kernel.family(), quoted(&problem.text())),
             None => kernel.name(),
         };
         format!("flashcore sim {name} --policy {policy} --seed {seed}{size}{values}{limits}")
@@ -143,6 +143,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         return Answer::json(&report, passed);
     }
     Ok(Answer { text: report.describe(), passed })
+}
+
+/// A word as a shell takes it: functions have spaces, brackets and dollars.
+fn quoted(word: &str) -> String {
+    let plain = |it: char| it.is_ascii_alphanumeric() || "=:,._-".contains(it);
+    if word.chars().all(plain) { word.to_owned() } else { format!("'{word}'") }
 }
 
 /// Writes the timeline of a run under the model of costs.

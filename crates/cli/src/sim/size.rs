@@ -99,6 +99,8 @@ impl SizeArguments {
             Preference { backend: Some("gpu".to_owned()), kernel: family.map(str::to_owned) };
         let plan = Plan::on_chip(&Chip::H200, problem, &preference)?;
         let choice = plan.chosen.choice.ok_or("it is no kernel of a GPU")?;
+        // As it runs: a window or a cap that was a function is one by name there.
+        let problem = &plan.problem;
         let mut call = Call::chosen(&Chip::H200, problem, &choice);
         call.ragged = Given::of(problem)?.ragged(problem);
         Ok((call.kernel, call.scene()?))

@@ -33,6 +33,33 @@ fn attend_says_what_ran_and_how_well() {
 }
 
 #[test]
+fn packed_queries_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("out.safetensors");
+    let problem = "b=3,h=2,s=9,d=16,queries=packed:20,keys=packed:22";
+    succeed(&[
+        "attend",
+        "--backend",
+        "cpu",
+        "--problem",
+        problem,
+        "--output",
+        path.to_str().unwrap(),
+    ]);
+    let bytes = std::fs::read(&path).unwrap();
+    let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(written.tensor("output").unwrap().shape(), [1, 20, 2, 16]);
+    assert_eq!(written.tensor("lse").unwrap().shape(), [1, 2, 20]);
+}
+
+#[test]
+fn attend_says_who_computes_gradients() {
+    let message = fail(1, &["attend", "--problem", "b=1,h=2,s=9,d=16,bf16,backward"]);
+    let command = "`flashcore check --problem b=1,h=2,s=9,d=16,bf16,backward`";
+    assert!(message.contains("asks for gradients") && message.contains(command), "{message}");
+}
+
+#[test]
 fn attend_over_an_8_bit_cache() {
     let cache = ["attend", "--backend", "cpu", "--seq", "9", "--kv-seq", "70", "--heads", "4"];
     let cache = [&cache[..], &["--kv-heads", "2", "--kv-dtype", "e4m3", "--descale"]].concat();

@@ -41,6 +41,12 @@ fn a_foreign_kernel_is_judged_by_its_description() {
     std::fs::write(&ptx, scalar).unwrap();
     let message = fail(1, &["gate", name]);
     assert!(message.contains("cannot read") && message.contains("mine.json"), "{message}");
+    assert!(
+        message.contains("which says how the kernel of")
+            && message.contains("mine.ptx is launched")
+    );
+    let absent = fail(1, &["gate", "absent.ptx"]);
+    assert!(absent.starts_with("cannot read absent.ptx: "), "{absent}");
     // One argument where the entry has many parameters.
     let description = r#"{ "entry": "scalar_f16_d64x64_dense", "problem": "d=64,f16",
         "grid": ["heads"], "threads": 256, "arguments": [{ "tensor": "query" }] }"#;

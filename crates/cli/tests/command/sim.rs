@@ -127,3 +127,28 @@ fn a_problem_is_simulated() {
     let message = fail(1, &["sim", "--problem", packed, "--seq", "3"]);
     assert_eq!(message, "--seq is said by --problem already");
 }
+
+/// Functions that are a window or a cap run as these, and are simulated as they run.
+#[test]
+fn functions_of_a_problem_are_simulated() {
+    let problem = "h=2,s=70,d=64,bf16,mask=(mask causal (ge query key)),\
+                   score=(score cap (mul 3.0 (tanh (div score 3.0))))";
+    let one = ["--seeds", "1", "--policy", "latest", "--values"];
+    let answer = json(&[&["sim", "--problem", problem, "--json"], &one[..]].concat());
+    assert_eq!((&answer["family"], &answer["passed"]), (&"forward".into(), &true.into()));
+    assert!(answer["kernel"].as_str().unwrap().contains("causal_softcap"), "{answer}");
+
+    // A shell takes the command that replays a failure as it is printed.
+    let over = [&["sim", "--problem", problem, "--budget", "exponentials=1"], &one[..]].concat();
+    let output = command(&over).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let replay = text.lines().find_map(|line| line.trim().strip_prefix("replay: flashcore "));
+    let replay = replay.unwrap_or_else(|| panic!("{text}"));
+    assert!(replay.contains(" --problem 'b=1,h=2,") && replay.contains("))' --policy"), "{replay}");
+
+    let loads =
+        "h=1,s=9,d=64,mask=(mask same (tensor ids i32 1) (eq (load ids query) (load ids key)))";
+    let message = fail(1, &["sim", "--problem", loads]);
+    assert!(message.starts_with("tensor ids, which mask same loads from, is missing"), "{message}");
+}

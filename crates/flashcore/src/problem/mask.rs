@@ -10,7 +10,9 @@ use serde::Serialize;
 use super::function;
 
 /// Which keys a query may see: those in one interval around its position, less those that a
-/// function hides. A masked key contributes nothing, even if it holds NaN.
+/// function hides. A masked key contributes nothing; on the CPU not even if it holds NaN. On a GPU,
+/// as in FlashAttention, a block of keys of which a row sees some is multiplied whole, and zero times
+/// NaN or infinity is NaN.
 ///
 /// Queries are aligned to the end of the keys: query `i` has the position
 /// `i + key_length - query_length`, so the last query is at the last key, whatever the lengths.

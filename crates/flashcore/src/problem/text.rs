@@ -63,7 +63,9 @@ impl FromStr for Problem {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = |reason: String| ProblemTextError { reason };
         let mut sizes = [None; SIZES.len()];
-        let mut dtypes = DTypes::all(DType::BF16);
+        // Words that meet others are put together at the end, so that their order means nothing.
+        let (mut dtype_of_all, mut dtype_of_each) = (DType::BF16, [None; 4]);
+        let mut causal = false;
         let mut descales = Descales::NONE;
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
@@ -85,8 +87,8 @@ impl FromStr for Problem {
             }
             let Some(value) = value else {
                 match word.parse() {
-                    Ok(dtype) => dtypes = DTypes::inputs(dtype),
-                    Err(_) if word == "causal" => mask.right = Some(0),
+                    Ok(dtype) => dtype_of_all = dtype,
+                    Err(_) if word == "causal" => causal = true,
                     Err(_) if word == "backward" => pass = Pass::Backward,
                     Err(_) if word == "deterministic" => deterministic = true,
                     Err(_) if word == "batch_invariant" => batch_invariant = true,
@@ -116,10 +118,10 @@ impl FromStr for Problem {
                 "score" => scores.function = Some(function()?),
                 "queries" => queries = storage()?,
                 "keys" => keys = storage()?,
-                "q" => dtypes.query = dtype()?,
-                "k" => dtypes.key = dtype()?,
-                "v" => dtypes.value = dtype()?,
-                "o" => dtypes.output = dtype()?,
+                "q" => dtype_of_each[0] = Some(dtype()?),
+                "k" => dtype_of_each[1] = Some(dtype()?),
+                "v" => dtype_of_each[2] = Some(dtype()?),
+                "o" => dtype_of_each[3] = Some(dtype()?),
                 _ => {
                     let known = |(short, long): &(&str, &str)| [*short, *long].contains(&name);
                     let index = SIZES.iter().position(known);
@@ -128,6 +130,18 @@ impl FromStr for Problem {
                 }
             }
         }
+        if causal {
+            // As in FlashAttention: a causal window ends at the query.
+            mask.right = Some(0);
+        }
+        let all = DTypes::inputs(dtype_of_all);
+        let [query, key, value, output] = dtype_of_each;
+        let dtypes = DTypes {
+            query: query.unwrap_or(all.query),
+            key: key.unwrap_or(all.key),
+            value: value.unwrap_or(all.value),
+            output: output.unwrap_or(all.output),
+        };
         let [batch, heads, kv_heads, length, key_length, dim, value_dim] = sizes;
         let (heads, length) = (heads.unwrap_or(8), length.unwrap_or(1024));
         let dim = dim.unwrap_or(128);
@@ -229,6 +243,22 @@ mod tests {
         let eight: Problem = "e4m3,q_descale=head".parse().unwrap();
         assert_eq!(eight.dtypes.output, DType::BF16);
         assert_eq!(eight.text().parse(), Ok(eight));
+    }
+
+    #[test]
+    fn words_that_meet_come_in_any_order_too() {
+        let parse = |text: &str| text.parse::<Problem>().unwrap();
+        for (one, other, means) in [
+            ("k=int8,v=e4m3,f16", "f16,v=e4m3,k=int8", "q=f16,k=int8,v=e4m3,o=f16"),
+            ("o=f32,e4m3", "e4m3,o=f32", "q=e4m3,k=e4m3,v=e4m3,o=f32"),
+            ("causal,window=128:", "window=128:,causal", "bf16,window=128:0"),
+            ("causal,window=:7", "window=:7,causal", "bf16,causal"),
+            ("causal,chunk=64", "chunk=64,causal", "bf16,causal,chunk=64"),
+        ] {
+            assert_eq!(parse(one), parse(other), "{one}");
+            let text = parse(one).text();
+            assert!(text.ends_with(&format!("d=128,{means}")), "{one}: {text}");
+        }
     }
 
     #[test]

@@ -151,16 +151,17 @@ pub fn names(problem: &Problem) -> Vec<(&'static str, f64)> {
 impl Foreign {
     /// Reads PTX and its description.
     pub fn read(ptx: &Path, description: &Path) -> Result<Self, Error> {
-        let read = |path: &Path| {
-            let what = format!("cannot read {}", path.display());
-            std::fs::read_to_string(path).map_err(Error::io(what))
-        };
         let what = description.display().to_string();
         let malformed = |reason: String| Error::Malformed { what: what.clone(), reason };
-        let text = read(description)?;
+        let unreadable = Error::io(format!("cannot read {}", ptx.display()));
+        let program = std::fs::read_to_string(ptx).map_err(unreadable)?;
+        let text = std::fs::read_to_string(description).map_err(Error::io(format!(
+            "cannot read {what}, which says how the kernel of {} is launched",
+            ptx.display()
+        )))?;
         let description: Description = serde_json::from_str(&text)
             .map_err(|error| malformed(format!("this describes no kernel: {error}")))?;
-        Foreign::new(read(ptx)?, description).map_err(malformed)
+        Foreign::new(program, description).map_err(malformed)
     }
 
     /// A kernel and its description.

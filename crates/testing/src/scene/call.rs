@@ -337,9 +337,13 @@ impl Call {
         for function in problem.functions() {
             for (index, spec) in function.tensors().iter().enumerate() {
                 let tensor = inputs.captured.iter().find(|it| it.name == spec.name);
-                let bytes = tensor.map(|tensor| tensor.bytes.clone()).unwrap_or_default();
+                let tensor = tensor.ok_or_else(|| {
+                    let (kind, name) = (function.kind().name(), function.name());
+                    let missing = format!("tensor {}, which {kind} {name} loads from", spec.name);
+                    SceneError::Size(format!("{missing}, is missing: Call::captured has them"))
+                })?;
                 let source = Source::Captured(function.kind(), index as u8);
-                buffers.insert(source, memory.input(&spec.name, bytes));
+                buffers.insert(source, memory.input(&spec.name, tensor.bytes.clone()));
             }
         }
         let outputs = problem.rows() * problem.value_head_dim;
