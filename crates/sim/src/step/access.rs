@@ -302,11 +302,7 @@ impl<'a> Executor<'_, 'a> {
                 let measure =
                     if write { Measure::GlobalBytesWritten } else { Measure::GlobalBytesRead };
                 counts.add(measure, total);
-                let mut sectors: Vec<u64> =
-                    lanes_of(warp.active).map(|lane| addresses[lane as usize] / 32).collect();
-                sectors.sort_unstable();
-                sectors.dedup();
-                counts.add(Measure::GlobalSectors, sectors.len() as u64);
+                counts.add(Measure::GlobalSectors, sectors(warp.active, addresses));
             }
             Space::Shared | Space::Cluster => {
                 let measure =
@@ -410,4 +406,16 @@ impl<'a> Executor<'_, 'a> {
         }
         Ok(rows)
     }
+}
+
+/// How many 32-byte sectors of global memory these lanes' addresses are in.
+fn sectors(active: u32, addresses: &[u64; 32]) -> u64 {
+    let (mut found, mut count) = ([0; 32], 0);
+    for lane in lanes_of(active) {
+        found[count] = addresses[lane as usize] / 32;
+        count += 1;
+    }
+    let found = &mut found[..count];
+    found.sort_unstable();
+    found.chunk_by(|a, b| a == b).count() as u64
 }

@@ -3,7 +3,7 @@
 use super::Target;
 use crate::hazard::{Hazard, HazardKind};
 use crate::machine::{Executor, OperationKind, SHARED_BASE, Step, Visit};
-use crate::shadow::{CELL, Conflict, NO_LANE, Observer, Source};
+use crate::shadow::{CELL, Cell, Conflict, NO_LANE, Observer, Source};
 use crate::warp::Warp;
 
 impl<'a> Executor<'_, 'a> {
@@ -88,30 +88,46 @@ impl<'a> Executor<'_, 'a> {
             }
         };
         let observer = Observer { global: matches!(target, Target::Global { .. }), ..observer };
-        let mut byte = offset;
-        while byte < offset + bytes as usize {
-            let cell = cells.at(byte);
-            if cell.barrier {
-                let here = self.shared_name((byte as u32) + SHARED_BASE);
-                let verb = if write { "written" } else { "read" };
-                let text = format!("{here} is a memory barrier and is {verb} as data");
-                let mut hazard = self.event_hazard(event, lane, HazardKind::MbarrierTouched, text);
-                hazard.other = self.mbarrier_place(target, byte);
-                return Err(hazard);
+        let (mut byte, end) = (offset, offset + bytes as usize);
+        // The last cell that was all right, before the access and after it: its neighbours are like it.
+        let mut known: Option<(Cell, Cell)> = None;
+        while byte < end {
+            for cell in cells.from(byte).iter_mut().take((end - byte).div_ceil(CELL)) {
+                match known {
+                    Some((before, after)) if *cell == before => *cell = after,
+                    _ => {
+                        let before = *cell;
+                        if cell.barrier {
+                            let here = self.shared_name((byte as u32) + SHARED_BASE);
+                            let verb = if write { "written" } else { "read" };
+                            let text = format!("{here} is a memory barrier and is {verb} as data");
+                            let kind = HazardKind::MbarrierTouched;
+                            let mut hazard = self.event_hazard(event, lane, kind, text);
+                            hazard.other = self.mbarrier_place(target, byte);
+                            return Err(hazard);
+                        }
+                        if !write && !cell.initialised {
+                            let here = self.shared_name((byte as u32) + SHARED_BASE);
+                            let text = format!("{here} was never written");
+                            let kind = HazardKind::UninitialisedMemory;
+                            return Err(self.event_hazard(event, lane, kind, text));
+                        }
+                        if let Some(conflict) = world.shadow.access(cell, &observer, write) {
+                            let at = match target {
+                                Target::Shared { block, .. } => {
+                                    Target::Shared { block, offset: byte }
+                                }
+                                Target::Global { buffer, .. } => {
+                                    Target::Global { buffer, offset: byte }
+                                }
+                            };
+                            return Err(self.conflict_hazard(conflict, event, lane, at, write));
+                        }
+                        known = Some((before, *cell));
+                    }
+                }
+                byte += CELL;
             }
-            if !write && !cell.initialised {
-                let here = self.shared_name((byte as u32) + SHARED_BASE);
-                let text = format!("{here} was never written");
-                return Err(self.event_hazard(event, lane, HazardKind::UninitialisedMemory, text));
-            }
-            if let Some(conflict) = world.shadow.access(cell, &observer, write) {
-                let at = match target {
-                    Target::Shared { block, .. } => Target::Shared { block, offset: byte },
-                    Target::Global { buffer, .. } => Target::Global { buffer, offset: byte },
-                };
-                return Err(self.conflict_hazard(conflict, event, lane, at, write));
-            }
-            byte += CELL;
         }
         Ok(())
     }
