@@ -18,7 +18,7 @@ mod support;
 mod table;
 mod test;
 #[allow(dead_code, unreachable_pub)] // Written for the crate it lives in; used here in part.
-#[path = "../../crates/cuda/src/toolkit.rs"]
+#[path = "../../crates/cuda/src/toolkit/mod.rs"]
 mod toolkit;
 mod tools;
 

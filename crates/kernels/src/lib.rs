@@ -66,7 +66,7 @@ pub use shipped::{Configuration, shipped, with_functions};
 pub use single::Single;
 pub use widen::Widen;
 
-use ptx::Invalid;
+use ptx::{Builder, Invalid, Program, Target};
 
 /// Why no program could be built for a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -89,4 +89,20 @@ impl Error {
     fn configuration(kernel: String, reason: &str) -> Self {
         Error::Configuration { kernel, reason: reason.to_owned() }
     }
+}
+
+/// Builds the kernel of a configuration, unless there is a fault in that: for blocks of so many threads,
+/// so many of which a multiprocessor has.
+fn build(
+    name: String,
+    fault: Option<&str>,
+    (target, threads, residents): (Target, u32, u32),
+    write: impl FnOnce(&mut Builder),
+) -> Result<Program, Error> {
+    if let Some(reason) = fault {
+        return Err(Error::configuration(name, reason));
+    }
+    let mut k = Builder::new(name, target, threads).blocks_per_multiprocessor(residents);
+    write(&mut k);
+    Ok(k.finish()?)
 }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::descale::Factors;
 use crate::library::{Library, Named};
 use crate::numbers::Flags;
-use crate::view::{Element, Memory, Order, View};
+use crate::view::{Element, Form, Memory, Order, View};
 
 /// How many tensors a call can have.
 pub(crate) const TENSORS: usize = 15;
@@ -168,13 +168,30 @@ impl Update {
 
     /// Refuses tensors that do not go together, and counts sequences and room.
     fn check(&mut self) -> PyResult<()> {
+        self.check_tensors()?;
+        let sequences = self.check_lists()?;
+        let room = self.check_room(sequences)?;
+        self.descales = [self.factors_of(0, sequences)?, self.factors_of(1, sequences)?];
+        if let Some(rotary) = &self.rotary {
+            self.check_rotary(rotary)?;
+        }
+        (self.sequences, self.room) = (sequences as usize, room as usize);
+        Ok(())
+    }
+
+    /// Which of the two caches round what they get to 8 bits.
+    fn rounded(&self) -> [bool; 2] {
+        [&self.key_cache, &self.value_cache].map(|it| it.form.dtype.is_8_bit())
+    }
+
+    /// Caches, new rows and queries: element types, places, heads and head dims.
+    fn check_tensors(&self) -> PyResult<()> {
         let cache = &self.key_cache.form;
         let place = cache.place;
         let floats = [&self.key_cache, &self.value_cache, &self.key, &self.value, &self.query];
-        let rounded = [&self.key_cache, &self.value_cache].map(|it| it.form.dtype.is_8_bit());
         for (name, view) in NAMES.into_iter().zip(floats) {
             view.form.usable(name)?;
-            match rounded.contains(&true) {
+            match self.rounded().contains(&true) {
                 true => view.form.place.same(name, place, NAMES[0])?,
                 false => view.form.like(name, cache, NAMES[0])?,
             }
@@ -225,6 +242,12 @@ impl Update {
                 "q has {heads} heads, expected a multiple of the {shared} of k_cache"
             )));
         }
+        Ok(())
+    }
+
+    /// Lists, which say how many sequences there are.
+    fn check_lists(&self) -> PyResult<i64> {
+        let place = self.key_cache.form.place;
         let sequences = self.lengths.list(NAMES[5])?;
         let lists = [
             (NAMES[5], Some(&self.lengths), sequences),
@@ -249,9 +272,15 @@ impl Update {
                 )));
             }
         }
+        Ok(sequences)
+    }
+
+    /// The positions that each sequence has in the cache.
+    fn check_room(&self, sequences: i64) -> PyResult<i64> {
+        let cache = &self.key_cache.form;
         let mut room = cache.sizes[1];
         if let Some(pages) = &self.pages {
-            let columns = pages.pages(self.pages_name, sequences, place, NAMES[0])?;
+            let columns = pages.pages(self.pages_name, sequences, cache.place, NAMES[0])?;
             if self.entries.is_some() {
                 return Err(PyValueError::new_err(format!(
                     "cache_batch_idx was given with {}, expected one of the two",
@@ -265,65 +294,71 @@ impl Update {
                 cache.sizes[0]
             )));
         }
-        for at in 0..2 {
-            let [name, of, given] = [NAMES[13 + at], NAMES[at], NAMES[2 + at]];
-            let Some(memory) = &self.factors[at] else { continue };
-            if !rounded[at] {
-                return Err(PyValueError::new_err(format!(
-                    "{name} was given with a {of} of {}, expected one of 8 bits",
-                    [&self.key_cache, &self.value_cache][at].form.dtype
-                )));
-            }
-            let factors = Factors {
-                sequences,
-                keys: [cache.sizes[0], cache.sizes[1], shared],
-                packed: false,
-                tokens: true,
-                place,
-                first: NAMES[0],
-            };
-            let found = factors.read(name, memory)?;
-            if found.0 == Descale::PerToken && [&self.key, &self.value][at].form.dtype.is_8_bit() {
-                return Err(PyValueError::new_err(format!(
-                    "{given} has 8 bits already, expected a wider type: the {name} of each token is \
-                     found when it is rounded"
-                )));
-            }
-            self.descales[at] = Some(found);
+        Ok(room)
+    }
+
+    /// The descale factors of one of the two caches.
+    fn factors_of(&self, at: usize, sequences: i64) -> PyResult<Option<(Descale, View)>> {
+        let Form { sizes: [entries, positions, heads, _], place, .. } = self.key_cache.form;
+        let [name, of, given] = [NAMES[13 + at], NAMES[at], NAMES[2 + at]];
+        let Some(memory) = &self.factors[at] else { return Ok(None) };
+        if !self.rounded()[at] {
+            return Err(PyValueError::new_err(format!(
+                "{name} was given with a {of} of {}, expected one of 8 bits",
+                [&self.key_cache, &self.value_cache][at].form.dtype
+            )));
         }
-        if let Some(rotary) = &self.rotary {
-            let dtype = self.key.form.dtype;
-            if dtype.is_8_bit() {
-                return Err(PyTypeError::new_err(format!(
-                    "k has element type {dtype}, expected a wider one with rotary_cos: it is rounded \
-                     after it is rotated"
-                )));
-            }
-            let first = if rounded[0] { NAMES[2] } else { NAMES[0] };
-            self.query.form.like(NAMES[4], &self.key.form, first)?;
-            for (name, table) in [(NAMES[10], &rotary.cosines), (NAMES[11], &rotary.sines)] {
-                table.whole(name, Element::Float(dtype), &format!("{dtype} like {first}"))?;
-                table.on(name, place, NAMES[0])?;
-                let dim = cache.sizes[3];
-                match table.sizes() {
-                    [rows, half] if *rows > 0 && *half > 0 && 2 * half <= dim => {}
-                    other => {
-                        return Err(PyValueError::new_err(format!(
-                            "{name} has shape {other:?}, expected (positions, half the rotary dim) \
-                             of at most {dim} / 2 columns"
-                        )));
-                    }
+        let factors = Factors {
+            sequences,
+            keys: [entries, positions, heads],
+            packed: false,
+            tokens: true,
+            place,
+            first: NAMES[0],
+        };
+        let found = factors.read(name, memory)?;
+        if found.0 == Descale::PerToken && [&self.key, &self.value][at].form.dtype.is_8_bit() {
+            return Err(PyValueError::new_err(format!(
+                "{given} has 8 bits already, expected a wider type: the {name} of each token is \
+                 found when it is rounded"
+            )));
+        }
+        Ok(Some(found))
+    }
+
+    /// The tables of angles.
+    fn check_rotary(&self, rotary: &Rotary) -> PyResult<()> {
+        let cache = &self.key_cache.form;
+        let dtype = self.key.form.dtype;
+        if dtype.is_8_bit() {
+            return Err(PyTypeError::new_err(format!(
+                "k has element type {dtype}, expected a wider one with rotary_cos: it is rounded \
+                 after it is rotated"
+            )));
+        }
+        let first = if self.rounded()[0] { NAMES[2] } else { NAMES[0] };
+        self.query.form.like(NAMES[4], &self.key.form, first)?;
+        for (name, table) in [(NAMES[10], &rotary.cosines), (NAMES[11], &rotary.sines)] {
+            table.whole(name, Element::Float(dtype), &format!("{dtype} like {first}"))?;
+            table.on(name, cache.place, NAMES[0])?;
+            let dim = cache.sizes[3];
+            match table.sizes() {
+                [rows, half] if *rows > 0 && *half > 0 && 2 * half <= dim => {}
+                other => {
+                    return Err(PyValueError::new_err(format!(
+                        "{name} has shape {other:?}, expected (positions, half the rotary dim) \
+                         of at most {dim} / 2 columns"
+                    )));
                 }
             }
-            if rotary.sines.sizes() != rotary.cosines.sizes() {
-                return Err(PyValueError::new_err(format!(
-                    "rotary_sin has shape {:?}, expected {:?} like rotary_cos",
-                    rotary.sines.sizes(),
-                    rotary.cosines.sizes()
-                )));
-            }
         }
-        (self.sequences, self.room) = (sequences as usize, room as usize);
+        if rotary.sines.sizes() != rotary.cosines.sizes() {
+            return Err(PyValueError::new_err(format!(
+                "rotary_sin has shape {:?}, expected {:?} like rotary_cos",
+                rotary.sines.sizes(),
+                rotary.cosines.sizes()
+            )));
+        }
         Ok(())
     }
 }

@@ -209,6 +209,10 @@ pub(crate) fn wavefronts(addresses: &[u32; 32], active: u32, bytes: u32) -> (u64
         5..=8 => 16,
         _ => 8,
     };
+    let groups = (32 / lanes_at_once) as u64;
+    if active == u32::MAX && is_one_pass(addresses, bytes) {
+        return (groups, groups);
+    }
     let words = bytes.div_ceil(4);
     let (mut passes, mut ideal) = (0, 0);
     for group in 0..32 / lanes_at_once {
@@ -241,6 +245,18 @@ pub(crate) fn wavefronts(addresses: &[u32; 32], active: u32, bytes: u32) -> (u64
         ideal += any as u64;
     }
     (passes.max(ideal), ideal)
+}
+
+/// Whether lanes want neighbours in their order, whole words of them, or all the same: so does nearly
+/// every access, and each of its passes is one that nobody is in the way of.
+fn is_one_pass(addresses: &[u32; 32], bytes: u32) -> bool {
+    let first = addresses[0];
+    let whole = matches!(bytes, 4 | 8 | 16) && first.is_multiple_of(bytes);
+    let by = |step: u32| {
+        let place = |lane: usize| first.wrapping_add(step * lane as u32);
+        addresses.iter().enumerate().all(|(lane, address)| *address == place(lane))
+    };
+    whole && (by(bytes) || by(0))
 }
 
 #[cfg(test)]

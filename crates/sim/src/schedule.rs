@@ -1,6 +1,8 @@
 //! The scheduler: chooses the next warp, copy or product by the policy and the seed, and explains
 //! deadlocks.
 
+use std::mem::take;
+
 use crate::Policy;
 use crate::hazard::{Hazard, HazardKind};
 use crate::machine::{Cluster, Executor, OperationKind, Step, World};
@@ -29,8 +31,14 @@ pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
     let total = world.grid / per_cluster;
     let mut clusters: Vec<Cluster<'_>> = Vec::new();
     let mut launched = 0;
-    let mut schedule =
-        Schedule { idle_polls: 0, spins: 0, turn: world.options.seed as usize, ahead: 0 };
+    let mut schedule = Schedule {
+        idle_polls: 0,
+        spins: 0,
+        turn: world.options.seed as usize,
+        ahead: 0,
+        warps: Vec::new(),
+        others: Vec::new(),
+    };
     loop {
         clusters.retain(|cluster| !(cluster.is_done() && cluster.operations.is_empty()));
         while launched < total && clusters.len() < world.options.resident.max(1) as usize {
@@ -55,12 +63,19 @@ struct Schedule {
     turn: usize,
     /// The number of turns of others since the starved warp had one.
     ahead: u32,
+    /// What can go on: warps, and operations in the order they were issued. Kept for their memory: they
+    /// are found anew for each turn.
+    warps: Vec<Choice>,
+    others: Vec<Choice>,
 }
 
 impl Schedule {
     fn step<'a>(&mut self, world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Step<()> {
-        let (warps, others) = candidates(world, clusters);
-        let choice = match self.choose(world, clusters, &warps, &others) {
+        let (mut warps, mut others) = (take(&mut self.warps), take(&mut self.others));
+        find_candidates(world, clusters, &mut warps, &mut others);
+        let choice = self.choose(world, clusters, &warps, &others);
+        (self.warps, self.others) = (warps, others);
+        let choice = match choice {
             Some(choice) => {
                 self.idle_polls = 0;
                 choice
@@ -185,23 +200,24 @@ impl Schedule {
                     }
                     Choice::Operation { .. } | Choice::Product { .. } => false,
                 };
-                let (behind, warps): (Vec<_>, Vec<_>) = warps.iter().copied().partition(is_behind);
-                let alone = warps.is_empty() && others.is_empty();
-                self.ahead = if behind.is_empty() || alone { 0 } else { (self.ahead + 1) % FAR };
-                if self.ahead == 0 && !behind.is_empty() {
-                    return Some(behind[0]);
+                let behind = warps.iter().copied().find(is_behind);
+                let ahead = || warps.iter().copied().filter(|choice| !is_behind(choice));
+                let count = ahead().count() as u64;
+                let alone = count == 0 && others.is_empty();
+                self.ahead = if behind.is_none() || alone { 0 } else { (self.ahead + 1) % FAR };
+                if self.ahead == 0 && behind.is_some() {
+                    return behind;
                 }
-                let total = warps.len() as u64 * warp_weight + others.len() as u64 * other_weight;
+                let total = count * warp_weight + others.len() as u64 * other_weight;
                 if total == 0 {
                     return None;
                 }
                 let at = world.random.below(total);
-                let boundary = warps.len() as u64 * warp_weight;
-                Some(if at < boundary {
-                    warps[(at / warp_weight) as usize]
-                } else {
-                    others[((at - boundary) / other_weight) as usize]
-                })
+                let boundary = count * warp_weight;
+                if at < boundary {
+                    return ahead().nth((at / warp_weight) as usize);
+                }
+                Some(others[((at - boundary) / other_weight) as usize])
             }
             Policy::Modelled => {
                 let time = |choice: &Choice| match choice {
@@ -220,13 +236,16 @@ impl Schedule {
     }
 }
 
-/// Returns the warps that can run, and the operations and products that can complete, operations in
+/// Finds the warps that can run, and the operations and products that can complete, operations in
 /// the order of their issue.
-fn candidates<'a>(
+fn find_candidates<'a>(
     world: &mut World<'a>,
     clusters: &mut [Cluster<'a>],
-) -> (Vec<Choice>, Vec<Choice>) {
-    let (mut warps, mut others) = (Vec::new(), Vec::new());
+    warps: &mut Vec<Choice>,
+    others: &mut Vec<Choice>,
+) {
+    warps.clear();
+    others.clear();
     for (index, cluster) in clusters.iter_mut().enumerate() {
         let executor = Executor { world, cluster };
         for (number, warp) in executor.cluster.warps.iter().enumerate() {
@@ -260,7 +279,6 @@ fn candidates<'a>(
             }
         }
     }
-    (warps, others)
 }
 
 fn pollers(clusters: &[Cluster<'_>]) -> Vec<Choice> {

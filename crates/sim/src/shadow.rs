@@ -200,6 +200,8 @@ pub(crate) struct Shadow {
     /// set. Sets share common tails, since thousands of blocks may read one word.
     sets: Vec<Reads>,
     unions: HashMap<(u32, u32, u32), u32, BuildHasherDefault<Multiplier>>,
+    /// The first event of each cluster: no read of the cluster is older.
+    begun: Vec<u32>,
     /// The last access without a conflict and the cell after it, as a cache: consecutive cells
     /// often have the same history.
     last: Option<(Access, Cell)>,
@@ -215,6 +217,11 @@ struct Reads {
     event: u32,
     lanes: u32,
     others: u32,
+    /// The largest event of all of them.
+    last: u32,
+    /// A bit for each that a later read could stand for, by [`mark`]: where one is missing, nobody need
+    /// look further.
+    marks: u64,
 }
 
 /// The index of the empty set.
@@ -261,13 +268,24 @@ impl Shadow {
             since: u32::MAX,
         };
         // A placeholder at the index of the empty set, never read.
-        let nothing = Reads { event: 0, lanes: 0, others: EMPTY };
-        Shadow { events: vec![none], sets: vec![nothing], unions: HashMap::default(), last: None }
+        let nothing = Reads { event: 0, lanes: 0, others: EMPTY, last: 0, marks: 0 };
+        Shadow {
+            events: vec![none],
+            sets: vec![nothing],
+            unions: HashMap::default(),
+            begun: Vec::new(),
+            last: None,
+        }
     }
 
     pub(crate) fn event(&mut self, event: Event) -> u32 {
+        let (id, cluster) = (self.events.len() as u32, event.cluster as usize);
+        if self.begun.len() <= cluster {
+            // Those that have none yet have none that is older.
+            self.begun.resize(cluster + 1, id);
+        }
         self.events.push(event);
-        self.events.len() as u32 - 1
+        id
     }
 
     /// Returns the number of events recorded so far.
@@ -425,15 +443,24 @@ impl Shadow {
         (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0 && !whole
     }
 
-    /// Returns the set with one more read.
+    /// Returns the set with one more read, by one lane or by none.
     fn union(&mut self, set: u32, event: u32, lanes: u32) -> u32 {
         if let Some(known) = self.unions.get(&(set, event, lanes)) {
             return *known;
         }
+        let begun = self.begun[self.events[event as usize].cluster as usize];
+        let wanted = self.mark(event, lanes);
         // Reads that the new one makes redundant are left out; the tail older than all of them is
         // shared.
         let (mut newer, mut kept, mut shared, mut own) = (Vec::new(), Vec::new(), set, lanes);
-        for Reads { event: old, lanes: its, others } in self.reads(set) {
+        let mut next = set;
+        while next != EMPTY {
+            let Reads { event: old, lanes: its, others, last, marks } = self.sets[next as usize];
+            // Thousands of reads may be left, none of them this event's or one it stands for.
+            if last < begun || (last < event && marks & wanted == 0) {
+                break;
+            }
+            next = others;
             if old == event {
                 own |= its;
             } else if !self.stands_for(event, lanes, old, its) {
@@ -445,11 +472,30 @@ impl Shadow {
         }
         let mut id = shared;
         for (event, lanes) in kept.into_iter().rev().chain([(event, own)]) {
-            self.sets.push(Reads { event, lanes, others: id });
-            id = self.sets.len() as u32 - 1;
+            id = self.push(event, lanes, id);
         }
         self.unions.insert((set, event, lanes), id);
         id
+    }
+
+    /// A set of one read and others.
+    fn push(&mut self, event: u32, lanes: u32, others: u32) -> u32 {
+        let Reads { last, marks, .. } = self.sets[others as usize];
+        let marks = marks | self.mark(event, lanes);
+        self.sets.push(Reads { event, lanes, others, last: last.max(event), marks });
+        self.sets.len() as u32 - 1
+    }
+
+    /// The bit of a read that a later one of the same lane could stand for, or of the whole warp: there
+    /// are few others of a component. None, where several lanes have read.
+    fn mark(&self, event: u32, lanes: u32) -> u64 {
+        if lanes.count_ones() > 1 {
+            return 0;
+        }
+        let Event { cluster, component, .. } = self.events[event as usize];
+        let mut hash = Multiplier::default();
+        [cluster, component, lanes].into_iter().for_each(|number| hash.write_u32(number));
+        1 << (hash.finish() >> 58)
     }
 }
 
@@ -471,9 +517,14 @@ impl Cells {
 
     /// Returns the cell of a byte.
     pub(crate) fn at(&mut self, byte: usize) -> &mut Cell {
+        &mut self.from(byte)[0]
+    }
+
+    /// The cells from that of a byte on, as far as they lie together.
+    pub(crate) fn from(&mut self, byte: usize) -> &mut [Cell] {
         let (cell, initialised) = (byte / CELL, self.initialised);
         let page = self.pages[cell / PAGE]
             .get_or_insert_with(|| vec![Cell::new(initialised); PAGE].into_boxed_slice());
-        &mut page[cell % PAGE]
+        &mut page[cell % PAGE..]
     }
 }

@@ -54,7 +54,6 @@ use ptx::{
     Target, TileLayout, U32,
 };
 
-use crate::Error;
 use crate::attention::function::lower::Functions;
 use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes};
@@ -64,6 +63,7 @@ use crate::cache::{Cache, Scales};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
+use crate::{Error, build};
 use copies::Copies;
 use fixed::Fixed;
 use merge::{Merge, Results};
@@ -345,13 +345,8 @@ impl Decode {
     /// | `ScaleLog2`, or with a softcap `ScaleInner` and `ScaleOuter` | factors of scores: [`Scale`](crate::parameter::Scale) |
     /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(fault) = self.fault() {
-            return Err(Error::configuration(self.name(), fault));
-        }
-        let mut k = Builder::new(self.name(), self.target, self.threads())
-            .blocks_per_multiprocessor(self.blocks);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let block = (self.target, self.threads(), self.blocks);
+        build(self.name(), self.fault(), block, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

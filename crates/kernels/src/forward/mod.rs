@@ -62,12 +62,12 @@ use ptx::{
     Swizzle, Target, TensorMap, TileLayout, U32,
 };
 
-use crate::Error;
 use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
+use crate::{Error, build};
 use consumer::Consumers;
 use epilogue::Epilogue;
 use partials::Partials;
@@ -374,13 +374,8 @@ impl Forward {
 
     /// Checks this configuration and builds the kernel whose body `write` emits.
     fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
-        if let Some(fault) = self.fault() {
-            return Err(Error::configuration(name, fault));
-        }
         let threads = 128 * (self.warpgroups + 1);
-        let mut k = Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1);
-        write(&mut k);
-        Ok(k.finish()?)
+        build(name, self.fault(), (Target::SM_90A, threads, 1), write)
     }
 
     /// Returns why this configuration cannot be built, if it cannot.

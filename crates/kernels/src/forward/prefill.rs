@@ -21,7 +21,7 @@ use ptx::{
 };
 
 use super::consumer::{self, Consumers};
-use super::dynamic_scheduler::{Batch, DynamicConsumer, DynamicProducer, WorkSlots};
+use super::dynamic_scheduler::{Batch, DynamicScheduler, WorkSlots};
 use super::epilogue::Epilogue;
 use super::{Forward, Maps, producer};
 use crate::Error;
@@ -203,16 +203,17 @@ impl Prefill {
         });
         batch.find_tile(k, self.tile.query_rows(), &slots);
         k.barriers_ready();
+        let scheduler = DynamicScheduler { prefill: self, slots: &slots, batch: &batch };
         self.tile.roles(
             k,
             &shared,
             self.register_budgets(),
             |k| {
-                let claims = DynamicProducer::new(k, self, &slots, &batch);
+                let claims = scheduler.producer(k);
                 producer::produce(k, &self.tile, &shared, &maps, &claims);
             },
             |k| {
-                let posted = DynamicConsumer::new(k, self, &slots, &batch);
+                let posted = scheduler.consumer(k);
                 let given = Consumers {
                     forward: &self.tile,
                     shared: &shared,

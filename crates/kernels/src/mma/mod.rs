@@ -37,9 +37,9 @@ pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
 
 use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, TileRing};
 
-use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::product::Source;
+use crate::{Error, build};
 use copies::{Blocks, KeyBlocks};
 use place::{Equal, Place};
 use ragged::Ragged;
@@ -247,13 +247,8 @@ impl Mma {
     /// | `Key batch stride`, `Value batch stride` | from page to page, with a page table |
     /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with a page table; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(reason) = self.fault() {
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, self.threads())
-            .blocks_per_multiprocessor(self.residents);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let block = (self.target, self.threads(), self.residents);
+        build(self.name(), self.fault(), block, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -3,13 +3,17 @@
 
 mod access;
 mod arithmetic;
+mod atomic;
 mod barrier;
+mod check;
 mod convert;
 mod copy;
 mod lanes;
+mod order;
 mod product;
 
-pub(crate) use access::{Target, add_packed};
+pub(crate) use access::Target;
+pub(crate) use atomic::add_packed;
 
 use ptx::{Instruction, Special};
 
@@ -344,18 +348,18 @@ impl<'a> Executor<'_, 'a> {
             }
             I::CreatePolicy { dst, eviction: _ } => warp.set_wide(*dst, &[0; 32]),
             I::Atomic { operation, ty, dst, space, address, value, scope, order } => {
-                let change = access::Change::Operation(*operation, *value);
+                let change = atomic::Change::Operation(*operation, *value);
                 self.atomic(warp, Some(*dst), *ty, *space, *address, change, *scope, *order)?;
             }
             I::CompareAndSwap { ty, dst, space, address, expected, value, scope, order } => {
-                let change = access::Change::Swap(*expected, *value);
+                let change = atomic::Change::Swap(*expected, *value);
                 self.atomic(warp, Some(*dst), *ty, *space, *address, change, *scope, *order)?;
             }
             I::Reduce { operation, ty, src, space, address, scope, order } => {
                 for (index, register) in src.iter().enumerate() {
                     let mut address = *address;
                     address.offset += index as i32 * ty.bits() as i32 / 8;
-                    let change = access::Change::Operation(*operation, (*register).into());
+                    let change = atomic::Change::Operation(*operation, (*register).into());
                     self.atomic(warp, None, *ty, *space, address, change, *scope, *order)?;
                 }
             }

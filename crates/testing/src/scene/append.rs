@@ -109,99 +109,114 @@ impl AppendSize {
 impl Scene {
     /// New tokens into a cache.
     pub fn append(append: Append, size: &AppendSize) -> Result<Self, SceneError> {
-        let AppendSize {
-            lengths,
-            new,
-            key_heads,
-            page_size,
-            capacity,
-            heads,
-            queries,
-            in_order,
-            listed,
-            hostile,
-            in_place,
-        } = size;
+        let AppendSize { lengths, new, key_heads, page_size, capacity, queries, .. } = size;
         let refused = |text: String| SceneError::Size(text);
         let batch = lengths.len();
         let counts = [new.len(), queries.len()];
         if batch == 0 || counts != [batch; 2] || [key_heads, capacity, page_size].contains(&&0) {
             return Err(refused("there is no sequence or no room".to_owned()));
         }
-        let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
-        // Of hostile lists the last entry is one that is used.
-        let uses_last = |seed: &u64| Dice::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
-        let seed = (5..50).find(|seed| !hostile || uses_last(seed));
-        let mut dice = Dice::new(seed.unwrap_or(5));
-        // Every sequence could be as long as there is room.
-        let full = vec![*capacity; batch];
-        let (places, cache) = match append.paged {
-            true => dice
-                .paged(full, *page_size, *capacity, *key_heads, dim)
-                .map_err(|error| refused(error.to_string()))?,
-            false if *listed => dice.entries(full, *capacity, *key_heads, dim),
-            false => (Placement::padded(full), Shape::new(batch, *capacity, *key_heads, dim)),
-        };
+        let (places, cache) = size.places(&append)?;
         let problem = size.problem(&append, cache);
         let chip =
             Chip { target: append.target, multiprocessors: 2, l2_bytes: 1 << 20, ..Chip::H200 };
         let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
         let launch = &choice.launches[0];
         let program = launch.kernel.program()?;
-        let (new_starts, query_starts) = (starts(new, *listed), starts(queries, *listed));
-        let (new_rows, query_rows) = (new_starts[batch] as usize, query_starts[batch] as usize);
-        let entries = if *listed { 1 } else { batch };
-        let each = [new_rows, query_rows].map(|rows| rows / entries);
-        let tensors = tensors(&problem, cache, entries, each);
+        let starts = [new, queries].map(|lengths| starts(lengths, size.listed));
+        let rows = [&starts[0], &starts[1]].map(|starts| starts[batch] as usize);
+        let entries = if size.listed { 1 } else { batch };
+        let tensors = tensors(&problem, cache, entries, rows.map(|rows| rows / entries));
         let tensors = tensors.map_err(|error| refused(error.to_string()))?;
         let values = tensors.bind(&problem, launch, &program.parameters).map_err(refused)?;
 
-        let element = append.element;
-        let mut random = Random::new(5);
-        let mut numbers = |count: usize| random.numbers(element, count, 2.0);
-        let new_k = numbers(new_rows * key_heads * dim);
-        let new_v = numbers(new_rows * key_heads * value_dim);
-        let cached = cache.batch * cache.length * key_heads;
-        let (mut k, mut v) = (numbers(cached * dim), numbers(cached * value_dim));
-        for number in k.iter_mut().chain(&mut v) {
-            *number = round(append.cache.element, *number);
-        }
-        let made_of = append.cache;
-        let mut scales = [made_of.key_scales, made_of.value_scales]
-            .map(|scales| initial_scales(scales, batch * key_heads, cached));
-        let q = numbers(query_rows * heads * dim);
-        let half = append.rotary.map_or(1, |rotary| rotary.dim as usize / 2);
-        let positions = capacity + 1;
-        let (cosines, sines) = (numbers(positions * half), numbers(positions * half));
-
+        let mut numbers = Numbers::random(&append, size, rows, cache);
         let (mut memory, mut buffers) = (Memory::new(), Buffers::new());
-        let [key_scales, value_scales] = &scales;
-        for (tensor, element, numbers) in [
-            (Tensor::NewKey, element, &new_k),
-            (Tensor::NewValue, element, &new_v),
-            (Tensor::Key, made_of.element, &k),
-            (Tensor::Value, made_of.element, &v),
-            (Tensor::KeyDescale, Element::F32, key_scales),
-            (Tensor::ValueDescale, Element::F32, value_scales),
-            (Tensor::Query, element, &q),
-        ] {
-            let id = memory.input(&format!("{tensor:?}"), encode(element, numbers));
-            buffers.insert(Source::Tensor(tensor), id);
-        }
+        numbers.stage(&append, &mut memory, &mut buffers);
         // Without angles they stay where they are.
-        let in_place = *in_place || append.rotary.is_none();
+        let in_place = size.in_place || append.rotary.is_none();
+        let untouched = vec![UNTOUCHED; numbers.q.len()];
         let rotated_queries = match in_place {
             true => buffers[&Source::Tensor(Tensor::Query)],
-            false => memory.result("RotatedQuery", encode(element, &vec![UNTOUCHED; q.len()])),
+            false => memory.result("RotatedQuery", encode(append.element, &untouched)),
         };
         buffers.insert(Source::Tensor(Tensor::RotatedQuery), rotated_queries);
-        let mut turned = if in_place { q.clone() } else { vec![UNTOUCHED; q.len()] };
-        for (list, numbers) in [(List::Cosines, &cosines), (List::Sines, &sines)] {
-            let id = memory.input(&format!("{list:?}"), encode(element, numbers));
+        for (list, words) in size.lists(&append, &places, cache, &starts) {
+            let id = memory.input_u32(&format!("{list:?}"), &words);
             buffers.insert(Source::List(list), id);
         }
+        let after = memory.output("lengths after", 4 * batch);
+        buffers.insert(Source::List(List::LengthsAfter), after);
+
+        numbers.append(&append, size, (&places, cache), &starts[0]);
+        let mut turned = if in_place { numbers.q.clone() } else { untouched };
+        numbers.turn_queries(&append, size, &starts[1], &mut turned);
+        let expected = |name, tensor, element, exact: Vec<f64>| Expected {
+            name,
+            buffer: buffers[&Source::Tensor(tensor)],
+            element,
+            tolerance: vec![0.0; exact.len()],
+            magnitude: exact.iter().map(|value| value.abs()).collect(),
+            exact,
+        };
+        let Numbers { k, v, scales: [key_scales, value_scales], .. } = numbers;
+        let grown: Vec<f64> = (0..batch)
+            .map(|sequence| (lengths[sequence] + new[sequence]).min(*capacity))
+            .map(|length| f32::from_bits(length as u32) as f64)
+            .collect();
+        let results = vec![
+            // Whole numbers, as the floats that have their bits: every other bit shows.
+            Expected {
+                name: "lengths after",
+                buffer: after,
+                element: Element::F32,
+                magnitude: grown.clone(),
+                tolerance: vec![0.0; batch],
+                exact: grown,
+            },
+            expected("keys", Tensor::Key, append.cache.element, k),
+            expected("values", Tensor::Value, append.cache.element, v),
+            expected("key scales", Tensor::KeyDescale, Element::F32, key_scales),
+            expected("value scales", Tensor::ValueDescale, Element::F32, value_scales),
+            expected("queries", Tensor::RotatedQuery, append.element, turned),
+        ];
+        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
+        let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
+        Ok(Scene::alone(step, memory, results, size))
+    }
+}
+
+impl AppendSize {
+    /// Where positions of the cache lie, and its shape.
+    fn places(&self, append: &Append) -> Result<(Placement, Shape), SceneError> {
+        let AppendSize { lengths, key_heads, page_size, capacity, listed, hostile, .. } = self;
+        let (batch, dim) = (lengths.len(), append.head_dim as usize);
+        // Of hostile lists the last entry is one that is used.
+        let uses_last = |seed: &u64| Dice::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
+        let seed = (5..50).find(|seed| !hostile || uses_last(seed));
+        let mut dice = Dice::new(seed.unwrap_or(5));
+        // Every sequence could be as long as there is room.
+        let full = vec![*capacity; batch];
+        Ok(match append.paged {
+            true => dice
+                .paged(full, *page_size, *capacity, *key_heads, dim)
+                .map_err(|error| SceneError::Size(error.to_string()))?,
+            false if *listed => dice.entries(full, *capacity, *key_heads, dim),
+            false => (Placement::padded(full), Shape::new(batch, *capacity, *key_heads, dim)),
+        })
+    }
+
+    /// The lists that a call passes, where new rows and queries begin there.
+    fn lists(
+        &self,
+        append: &Append,
+        places: &Placement,
+        cache: Shape,
+        [new_starts, query_starts]: &[Vec<u32>; 2],
+    ) -> Vec<(List, Vec<u32>)> {
+        let AppendSize { lengths, new, capacity, queries, listed, hostile, .. } = self;
         let words = |numbers: &[usize]| numbers.iter().map(|it| *it as u32).collect::<Vec<u32>>();
-        let entries: Vec<usize> = (0..batch).filter_map(|it| places.entry(it)).collect();
+        let entries: Vec<usize> = (0..lengths.len()).filter_map(|it| places.entry(it)).collect();
         let place = match places.pages() {
             Some(pages) => (List::BlockTable, pages.table().to_vec()),
             None => (List::BatchIndex, words(&entries)),
@@ -225,32 +240,105 @@ impl Scene {
         if *listed || append.paged {
             lists.push(place);
         }
-        for (list, mut words) in lists {
-            if *hostile {
-                let most = match list {
-                    List::KeyLengths => *capacity,
-                    List::BatchIndex | List::BlockTable => cache.batch - 1,
-                    List::NewLengths => new.iter().copied().max().unwrap_or(0),
-                    List::QueryLengths => queries.iter().copied().max().unwrap_or(0),
-                    _ => words.last().copied().unwrap_or(0) as usize,
-                };
-                out_of_bounds(&mut words, most as u32);
-            }
-            let id = memory.input_u32(&format!("{list:?}"), &words);
+        for (list, words) in lists.iter_mut().filter(|_| *hostile) {
+            let most = match list {
+                List::KeyLengths => *capacity,
+                List::BatchIndex | List::BlockTable => cache.batch - 1,
+                List::NewLengths => new.iter().copied().max().unwrap_or(0),
+                List::QueryLengths => queries.iter().copied().max().unwrap_or(0),
+                _ => words.last().copied().unwrap_or(0) as usize,
+            };
+            out_of_bounds(words, most as u32);
+        }
+        lists
+    }
+}
+
+/// What is in the tensors of a call.
+struct Numbers {
+    new_k: Vec<f64>,
+    new_v: Vec<f64>,
+    /// The cache, with the scales of keys and of values.
+    k: Vec<f64>,
+    v: Vec<f64>,
+    scales: [Vec<f64>; 2],
+    q: Vec<f64>,
+    cosines: Vec<f64>,
+    sines: Vec<f64>,
+}
+
+impl Numbers {
+    /// Of so many new rows and queries, before they are appended.
+    fn random(
+        append: &Append,
+        size: &AppendSize,
+        [new_rows, query_rows]: [usize; 2],
+        cache: Shape,
+    ) -> Self {
+        let AppendSize { lengths, key_heads, capacity, heads, .. } = size;
+        let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
+        let mut random = Random::new(5);
+        let mut numbers = |count: usize| random.numbers(append.element, count, 2.0);
+        let new_k = numbers(new_rows * key_heads * dim);
+        let new_v = numbers(new_rows * key_heads * value_dim);
+        let cached = cache.batch * cache.length * key_heads;
+        let (mut k, mut v) = (numbers(cached * dim), numbers(cached * value_dim));
+        for number in k.iter_mut().chain(&mut v) {
+            *number = round(append.cache.element, *number);
+        }
+        let scales = [append.cache.key_scales, append.cache.value_scales]
+            .map(|scales| initial_scales(scales, lengths.len() * key_heads, cached));
+        let q = numbers(query_rows * heads * dim);
+        let angles = (capacity + 1) * half_of(append.rotary);
+        let (cosines, sines) = (numbers(angles), numbers(angles));
+        Numbers { new_k, new_v, k, v, scales, q, cosines, sines }
+    }
+
+    /// Makes buffers of them.
+    fn stage(&self, append: &Append, memory: &mut Memory, buffers: &mut Buffers) {
+        let [key_scales, value_scales] = &self.scales;
+        let (element, cached) = (append.element, append.cache.element);
+        for (tensor, element, numbers) in [
+            (Tensor::NewKey, element, &self.new_k),
+            (Tensor::NewValue, element, &self.new_v),
+            (Tensor::Key, cached, &self.k),
+            (Tensor::Value, cached, &self.v),
+            (Tensor::KeyDescale, Element::F32, key_scales),
+            (Tensor::ValueDescale, Element::F32, value_scales),
+            (Tensor::Query, element, &self.q),
+        ] {
+            let id = memory.input(&format!("{tensor:?}"), encode(element, numbers));
+            buffers.insert(Source::Tensor(tensor), id);
+        }
+        for (list, numbers) in [(List::Cosines, &self.cosines), (List::Sines, &self.sines)] {
+            let id = memory.input(&format!("{list:?}"), encode(element, numbers));
             buffers.insert(Source::List(list), id);
         }
-        let after = memory.output("lengths after", 4 * batch);
-        buffers.insert(Source::List(List::LengthsAfter), after);
+    }
 
-        let turn = |row: &[f64], position: usize| match append.rotary {
+    /// A row of keys or queries at a position.
+    fn turn(&self, append: &Append, size: &AppendSize, row: &[f64], position: usize) -> Vec<f64> {
+        match append.rotary {
             // Beyond the tables: the last angles.
             Some(rotary) => {
-                let first = position.min(positions - 1) * half;
-                rotated(rotary, row, [&cosines[first..], &sines[first..]])
+                let first = position.min(size.capacity) * half_of(append.rotary);
+                rotated(rotary, row, [&self.cosines[first..], &self.sines[first..]])
             }
             None => row.to_vec(),
-        };
-        for sequence in 0..batch {
+        }
+    }
+
+    /// Puts new rows where they belong in the cache.
+    fn append(
+        &mut self,
+        append: &Append,
+        size: &AppendSize,
+        (places, cache): (&Placement, Shape),
+        new_starts: &[u32],
+    ) {
+        let AppendSize { lengths, new, key_heads, capacity, .. } = size;
+        let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
+        for sequence in 0..lengths.len() {
             for token in 0..new[sequence] {
                 let position = lengths[sequence] + token;
                 if position >= *capacity {
@@ -265,59 +353,46 @@ impl Scene {
                         Scales::PerToken => to,
                         Scales::PerHead => sequence * key_heads + head,
                     };
-                    let row = &new_v[from * value_dim..][..value_dim];
-                    let kind = made_of.value_scales;
-                    let row = rounded(&append, row, (kind, &mut scales[1][place(kind)]));
-                    v[to * value_dim..][..value_dim].copy_from_slice(&row);
-                    let row = turn(&new_k[from * dim..][..dim], position);
-                    let kind = made_of.key_scales;
-                    let row = rounded(&append, &row, (kind, &mut scales[0][place(kind)]));
-                    k[to * dim..][..dim].copy_from_slice(&row);
+                    let row = &self.new_v[from * value_dim..][..value_dim];
+                    let kind = append.cache.value_scales;
+                    let row = rounded(append, row, (kind, &mut self.scales[1][place(kind)]));
+                    self.v[to * value_dim..][..value_dim].copy_from_slice(&row);
+                    let row = self.turn(append, size, &self.new_k[from * dim..][..dim], position);
+                    let kind = append.cache.key_scales;
+                    let row = rounded(append, &row, (kind, &mut self.scales[0][place(kind)]));
+                    self.k[to * dim..][..dim].copy_from_slice(&row);
                 }
             }
+        }
+    }
+
+    /// Writes queries as they are at their positions.
+    fn turn_queries(
+        &self,
+        append: &Append,
+        size: &AppendSize,
+        query_starts: &[u32],
+        turned: &mut [f64],
+    ) {
+        let AppendSize { lengths, heads, queries, in_order, .. } = size;
+        let dim = append.head_dim as usize;
+        for sequence in 0..lengths.len() {
             for query in 0..queries[sequence] {
                 let position = lengths[sequence] + if *in_order { query } else { 0 };
                 for head in 0..*heads {
                     let at = (query_starts[sequence] as usize + query) * heads + head;
-                    let row = turn(&q[at * dim..][..dim], position);
-                    let row: Vec<f64> = row.iter().map(|it| round(element, *it)).collect();
+                    let row = self.turn(append, size, &self.q[at * dim..][..dim], position);
+                    let row: Vec<f64> = row.iter().map(|it| round(append.element, *it)).collect();
                     turned[at * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
-        let expected = |name, tensor, element, exact: Vec<f64>| Expected {
-            name,
-            buffer: buffers[&Source::Tensor(tensor)],
-            element,
-            tolerance: vec![0.0; exact.len()],
-            magnitude: exact.iter().map(|value| value.abs()).collect(),
-            exact,
-        };
-        let [key_scales, value_scales] = scales;
-        let grown: Vec<f64> = (0..batch)
-            .map(|sequence| (lengths[sequence] + new[sequence]).min(*capacity))
-            .map(|length| f32::from_bits(length as u32) as f64)
-            .collect();
-        let results = vec![
-            // Whole numbers, as the floats that have their bits: every other bit shows.
-            Expected {
-                name: "lengths after",
-                buffer: after,
-                element: Element::F32,
-                magnitude: grown.clone(),
-                tolerance: vec![0.0; batch],
-                exact: grown,
-            },
-            expected("keys", Tensor::Key, made_of.element, k),
-            expected("values", Tensor::Value, made_of.element, v),
-            expected("key scales", Tensor::KeyDescale, Element::F32, key_scales),
-            expected("value scales", Tensor::ValueDescale, Element::F32, value_scales),
-            expected("queries", Tensor::RotatedQuery, element, turned),
-        ];
-        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
-        let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
-        Ok(Scene::alone(step, memory, results, size))
     }
+}
+
+/// Angles of a position.
+fn half_of(rotary: Option<Rotary>) -> usize {
+    rotary.map_or(1, |rotary| rotary.dim as usize / 2)
 }
 
 /// How the tensors lie; where they are is the simulator's business.

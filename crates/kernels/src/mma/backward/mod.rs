@@ -45,10 +45,10 @@ use ptx::{
     TileLayout,
 };
 
-use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::backward::place::Place;
 use crate::backward::{BackwardPass, batch_name};
+use crate::{Error, build};
 use tensors::Tensors;
 use weights::WeightRule;
 
@@ -300,13 +300,8 @@ impl BackwardMma {
     /// block of each key head and sequence or, over ragged batches, for each record that the
     /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(reason) = self.fault() {
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, self.threads())
-            .blocks_per_multiprocessor(self.residents);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let block = (self.target, self.threads(), self.residents);
+        build(self.name(), self.fault(), block, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -1,0 +1,397 @@
+//! A function over one thread's scores: what no column changes first, then column after column.
+
+use std::collections::HashMap;
+
+use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+
+use super::arithmetic::{compare, float_binary, integer_binary, unary};
+use super::place::{Place, TensorRegisters, load_pair};
+use super::{Computed, FunctionRegisters, Level, Moving, Standing};
+use crate::attention::Score;
+use crate::attention::function::node::{Binary, Constant, Id, Node, Symbol};
+use crate::attention::function::window::Sum;
+
+/// The values of nodes; nothing where a level has not come to them.
+pub(super) type Values = Vec<Option<Computed>>;
+
+/// A function over one thread's scores.
+#[derive(Clone)]
+pub(super) struct Run<'a> {
+    function: &'a FunctionRegisters,
+    standing: &'a Standing<'a>,
+    tile: Values,
+    rows: Vec<Values>,
+    /// Where pairs of neighbours are loaded together, in whose row.
+    pairs: Option<HashMap<Pair, Reg<GlobalAddress>>>,
+    /// The second of each pair, until its column comes.
+    second: HashMap<Pair, Computed>,
+}
+
+/// A load of two neighbours, and the row it is of, unless it is the same in all.
+type Pair = (usize, Option<usize>);
+
+impl<'a> Run<'a> {
+    /// What depends on no column is computed.
+    pub(super) fn new(
+        k: &mut Builder,
+        function: &'a FunctionRegisters,
+        standing: &'a Standing<'a>,
+    ) -> Self {
+        let tile = function.nothing();
+        let (rows, pairs, second) = (Vec::new(), None, HashMap::new());
+        let mut run = Run { function, standing, tile, rows, pairs, second };
+        run.compute(k, Level::Tile, &mut function.nothing(), None, None);
+        for row in 0..standing.rows.len() {
+            let mut values = function.nothing();
+            run.compute(k, Level::Row, &mut values, Some(row), None);
+            run.rows.push(values);
+        }
+        run
+    }
+
+    /// Whether pairs can be loaded as they lie, in the whole warp: the tensors have no gaps between
+    /// neighbours, every row begins at an even place, and no index is outside.
+    pub(super) fn pairs_lie_together(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+    ) -> Option<Reg<Pred>> {
+        let function = self.function;
+        if !(0..function.nodes.len()).any(|id| function.is_pair(id)) {
+            return None;
+        }
+        let last_column = scores.iter().map(|score| score.column).max()?;
+        let last_key = k.eval(self.standing.first_key.reinterpret::<U32>() + last_column);
+        let mut all: Option<Value<Pred>> = None;
+        let mut and = |it: Value<Pred>| {
+            all = Some(match all.take() {
+                Some(all) => all & it,
+                None => it,
+            });
+        };
+        for (id, node) in function.nodes.iter().enumerate().filter(|(id, _)| function.is_pair(*id))
+        {
+            let Node::Load(tensor, _) = node else { continue };
+            let TensorRegisters { stored, address, extents, strides } =
+                &function.tensors[*tensor as usize];
+            let (Some((last, outer)), Some(extent)) = (strides.split_last(), extents.last()) else {
+                continue;
+            };
+            let odd = outer.iter().fold(Value::<U64>::from(0u64), |all, it| all | *it);
+            and((odd & 1).equals(0) & last.equals(1u64));
+            and((address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0));
+            and(last_key.less(*extent));
+            for values in self.rows.iter().chain([&self.tile]) {
+                if let Some(Computed::Place(Place { within: Some(within), .. })) = &values[id] {
+                    and(within.clone());
+                }
+            }
+        }
+        all.map(|all| k.all(all))
+    }
+
+    /// With the addresses of the first column's pairs: the others are so many bytes on.
+    pub(super) fn with_pairs(self, k: &mut Builder) -> Self {
+        let mut pairs = HashMap::new();
+        for (id, node) in self.function.nodes.iter().enumerate() {
+            let Node::Load(tensor, _) = node else { continue };
+            if !self.function.is_pair(id) {
+                continue;
+            }
+            let tensor = &self.function.tensors[*tensor as usize];
+            let rows = match self.function.levels[id] {
+                Level::Score => (0..self.standing.rows.len()).map(Some).collect(),
+                _ => vec![None],
+            };
+            for row in rows {
+                let place =
+                    self.place_before(id, tensor, Level::Score, &self.function.nothing(), row);
+                let column = self.standing.first_key.reinterpret::<U32>().convert::<U64>();
+                let begin = place.address.expect("a tensor lies somewhere");
+                pairs.insert((id, row), k.eval(begin + column * tensor.stored.bytes()));
+            }
+        }
+        Run { pairs: Some(pairs), ..self }
+    }
+
+    /// Gives what comes of each score to somebody, column after column.
+    pub(super) fn each(
+        mut self,
+        k: &mut Builder,
+        scores: &[Score],
+        mut body: impl FnMut(&mut Builder, &Score, &[Computed]),
+    ) {
+        for of_column in scores.chunk_by(|a, b| a.column == b.column) {
+            let mut column = self.function.nothing();
+            self.compute(k, Level::Column, &mut column, None, Some(&of_column[0]));
+            for score in of_column {
+                let mut values = column.clone();
+                self.compute(k, Level::Score, &mut values, Some(score.row), Some(score));
+                let roots = self.function.roots.iter();
+                let results: Vec<Computed> =
+                    roots.map(|it| self.find(*it, &values, Some(score.row))).collect();
+                body(k, score, &results);
+            }
+        }
+    }
+
+    /// An element of a pair: with the first comes the second.
+    fn of_pair(
+        &mut self,
+        k: &mut Builder,
+        id: usize,
+        row: Option<usize>,
+        score: &Score,
+    ) -> Computed {
+        if let Some(second) = self.second.remove(&(id, row)) {
+            return second;
+        }
+        let Node::Load(tensor, _) = &self.function.nodes[id] else { unreachable!("a load") };
+        let tensor = &self.function.tensors[*tensor as usize];
+        let pairs = self.pairs.as_ref().expect("pairs lie together");
+        let [first, second] = load_pair(k, tensor.stored, pairs[&(id, row)], score.column);
+        self.second.insert((id, row), second);
+        first
+    }
+
+    /// Computes the nodes of a level, of one row, column or score.
+    fn compute(
+        &mut self,
+        k: &mut Builder,
+        level: Level,
+        values: &mut Values,
+        row: Option<usize>,
+        score: Option<&Score>,
+    ) {
+        let FunctionRegisters { nodes, levels, needed, moving, transposed, .. } = self.function;
+        let asked = |id: &usize| needed[*id] && levels[*id] >= level;
+        for (id, node) in nodes.iter().enumerate().filter(|(id, _)| asked(id)) {
+            let whole = levels[id] == level;
+            let computed = match node {
+                _ if let Some((inverse, register)) = self.function.inverse
+                    && inverse as usize == id =>
+                {
+                    Computed::Float(register.into())
+                }
+                _ if let Some(moving) = moving[id] => match (whole, score) {
+                    (true, Some(score)) => self.moved(k, id, moving, row, score),
+                    _ if moving.level(*transposed) == level => {
+                        Computed::First(self.in_first_column(k, moving.sum, row))
+                    }
+                    _ => continue,
+                },
+                Node::Load(..) if self.pairs.is_some() && self.function.is_pair(id) => {
+                    match (whole, score) {
+                        (true, Some(score)) => self.of_pair(k, id, row, score),
+                        _ => continue,
+                    }
+                }
+                Node::Load(tensor, indices) => {
+                    let here = indices.iter().any(|index| levels[*index as usize] == level);
+                    if !whole && !here {
+                        continue;
+                    }
+                    let tensor = &self.function.tensors[*tensor as usize];
+                    let mut place = self.place_before(id, tensor, level, values, row);
+                    for (dimension, index) in indices.iter().enumerate() {
+                        if levels[*index as usize] == level {
+                            let index = self.find(*index, values, row).integer();
+                            place.step(k, tensor, dimension, index);
+                        }
+                    }
+                    match whole {
+                        true => place.load(k, tensor),
+                        false => Computed::Place(place.computed(k)),
+                    }
+                }
+                _ if !whole => continue,
+                node => self.node(k, node, values, row, score),
+            };
+            match level {
+                Level::Tile => self.tile[id] = Some(computed),
+                _ => values[id] = Some(computed),
+            }
+        }
+    }
+
+    /// What indices of other levels have come to.
+    fn place_before(
+        &self,
+        id: usize,
+        tensor: &TensorRegisters,
+        level: Level,
+        values: &Values,
+        row: Option<usize>,
+    ) -> Place {
+        let placed = |values: &Values| match &values[id] {
+            Some(Computed::Place(place)) => Some(place.clone()),
+            _ => None,
+        };
+        let none = Place { address: None, offset: None, within: None };
+        let whole = self.function.levels[id] == level;
+        if level == Level::Column && !whole {
+            return none;
+        }
+        let of_row = row.and_then(|row| self.rows.get(row)).and_then(placed);
+        let from = of_row.or_else(|| placed(&self.tile));
+        let from = from.unwrap_or(Place { address: Some(tensor.address), ..none });
+        match placed(values) {
+            None => from,
+            Some(column) => from.and(column),
+        }
+    }
+
+    /// A sum of places as a float, in the first column.
+    fn in_first_column(&self, k: &mut Builder, sum: Sum, row: Option<usize>) -> Value<F32> {
+        let Standing { first_query, first_key, rows, query_length, key_length, .. } =
+            *self.standing;
+        let below = row.map_or(0, |row| rows[row] as i32);
+        let constant = sum.constant as i32
+            + below * (if self.function.transposed { sum.key } else { sum.query }) as i32;
+        let [query_length, key_length] =
+            [query_length, key_length].map(|it| k.eval(it.reinterpret::<S32>()));
+        let terms = [
+            (sum.query, first_query),
+            (sum.key, first_key),
+            (sum.query_length, query_length),
+            (sum.key_length, key_length),
+        ];
+        let mut all: Value<S32> = constant.into();
+        for (times, term) in terms {
+            match times {
+                0 => {}
+                1 => all = all + term,
+                _ => all = all - term,
+            }
+        }
+        k.eval(all.convert::<F32>()).into()
+    }
+
+    /// The same in the column of a score.
+    fn moved(
+        &self,
+        k: &mut Builder,
+        id: usize,
+        moving: Moving,
+        row: Option<usize>,
+        score: &Score,
+    ) -> Computed {
+        let of_row = row.and_then(|row| self.rows.get(row)).and_then(|values| values[id].as_ref());
+        let first = match of_row.or(self.tile[id].as_ref()) {
+            Some(Computed::First(first)) => first.clone(),
+            _ => unreachable!("the first column comes first"),
+        };
+        let step = (moving.step(self.function.transposed) * i64::from(score.column)) as f32;
+        let value = k.eval(first + step);
+        match moving.absolute {
+            true => Computed::Float(k.absolute(value).into()),
+            false => Computed::Float(value.into()),
+        }
+    }
+
+    fn find(&self, id: Id, values: &Values, row: Option<usize>) -> Computed {
+        let of_row = row.and_then(|row| self.rows.get(row));
+        let levels = [Some(values), of_row, Some(&self.tile)];
+        let mut found = levels.into_iter().flatten().filter_map(|it| it[id as usize].clone());
+        let whole = found.find(|it| !matches!(it, Computed::Place(_) | Computed::First(_)));
+        whole.expect("a node comes after those that it is made of")
+    }
+
+    fn node(
+        &self,
+        k: &mut Builder,
+        node: &Node,
+        values: &Values,
+        row: Option<usize>,
+        score: Option<&Score>,
+    ) -> Computed {
+        use Computed::{Float, Integer, Truth};
+        let of = |id: &Id| self.find(*id, values, row);
+        let Standing { batch, head, first_query, rows, first_key, .. } = *self.standing;
+        let Standing { query_length, key_length, .. } = *self.standing;
+        match node {
+            Node::Symbol(symbol) => {
+                let signed = |register: Reg<U32>| Integer(register.reinterpret::<S32>());
+                let plus = |k: &mut Builder, first: Reg<S32>, distance: u32| match distance {
+                    0 => Integer(first.into()),
+                    _ => Integer(k.eval(first + distance as i32).into()),
+                };
+                match symbol {
+                    Symbol::Batch => signed(batch),
+                    Symbol::Head => signed(head),
+                    Symbol::QueryLength => signed(query_length),
+                    Symbol::KeyLength => signed(key_length),
+                    Symbol::Query | Symbol::Key => {
+                        let is_query = *symbol == Symbol::Query;
+                        let first = if is_query { first_query } else { first_key };
+                        match is_query != self.function.transposed {
+                            true => plus(k, first, rows[row.expect("of a row")]),
+                            false => plus(k, first, score.expect("of a column").column),
+                        }
+                    }
+                    Symbol::Score => Float(score.expect("of a score").register.into()),
+                }
+            }
+            Node::Constant(Constant::F32(bits)) => Float(f32::from_bits(*bits).into()),
+            Node::Constant(Constant::I32(value)) => Integer((*value).into()),
+            Node::Constant(Constant::Bool(value)) => Truth((*value).into()),
+            Node::Unary(operation, a) => unary(k, *operation, of(a)),
+            Node::Binary(operation, a, b) => match (of(a), of(b)) {
+                (Float(a), Float(b)) => Float(float_binary(k, *operation, a, b)),
+                (Integer(left), Integer(right)) => {
+                    let constant = self.constant(*b);
+                    let positive = self.is_positive(*a);
+                    Integer(integer_binary(k, *operation, left, right, constant, positive))
+                }
+                (a, b) => {
+                    let (a, b) = (a.truth(), b.truth());
+                    let result = match operation {
+                        Binary::And => a & b,
+                        Binary::Or => a | b,
+                        _ => a ^ b,
+                    };
+                    Truth(k.eval(result).into())
+                }
+            },
+            Node::Compare(comparison, a, b) => {
+                let result = match (of(a), of(b)) {
+                    (Float(a), Float(b)) => compare(*comparison, a, b),
+                    (a, b) => compare(*comparison, a.integer(), b.integer()),
+                };
+                Truth(k.eval(result).into())
+            }
+            Node::Select(condition, a, b) => {
+                let condition = of(condition).truth();
+                match (of(a), of(b)) {
+                    (Float(a), Float(b)) => Float(k.eval(condition.choose::<F32>(a, b)).into()),
+                    (a, b) => {
+                        let chosen = condition.choose::<S32>(a.integer(), b.integer());
+                        Integer(k.eval(chosen).into())
+                    }
+                }
+            }
+            Node::Load(..) => unreachable!("loads are put together level by level"),
+        }
+    }
+
+    fn constant(&self, id: Id) -> Option<i32> {
+        match self.function.nodes[id as usize] {
+            Node::Constant(Constant::I32(value)) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Whether a node is known never to be negative: places are not, nor what is left of them.
+    fn is_positive(&self, id: Id) -> bool {
+        match self.function.nodes[id as usize] {
+            Node::Symbol(symbol) => symbol != Symbol::Score,
+            Node::Constant(Constant::I32(value)) => value >= 0,
+            Node::Binary(Binary::Divide | Binary::Remainder, a, b) => {
+                // One step is looked at, so that this ends soon.
+                let place = matches!(self.function.nodes[a as usize], Node::Symbol(_));
+                place && self.constant(b).is_some_and(|by| by > 0)
+            }
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! The consumers' side: tiles as they were posted.
+
+use ptx::{Builder, Consumer, Expression, F32, Pred, Reg, S32, U32, U64, Value};
+
+use super::{Batch, DynamicScheduler, WorkSlots, first_or_none};
+use crate::attention::descale::Product;
+use crate::attention::visibility::Visibility;
+use crate::forward::prefill::slice_corner;
+use crate::forward::scheduler::{ConsumerScheduler, Place, TileScheduler};
+use crate::forward::walk::{TileBlocks, Walks, WholeWalk};
+
+/// The consumers' side.
+pub(in crate::forward) struct DynamicConsumer<'a> {
+    slots: &'a WorkSlots,
+    batch: &'a Batch,
+    reads: Consumer,
+    /// True in the lane that gives slots back for its warp.
+    leader: Reg<Pred>,
+    walks: Option<Walks>,
+}
+
+/// A tile as it was posted.
+pub(in crate::forward) struct WorkTile {
+    blocks: Reg<U32>,
+    current: Current,
+}
+
+/// What is left of a tile when its warpgroup has already begun the next.
+pub(in crate::forward) struct Current {
+    slot: Reg<U32>,
+    masked_from: Reg<U32>,
+    /// With a window, the first key block and the first that all rows see whole.
+    window: Option<[Reg<U32>; 2]>,
+}
+
+impl<'a> DynamicConsumer<'a> {
+    pub(super) fn new(k: &mut Builder, scheduler: &DynamicScheduler<'a>) -> Self {
+        let DynamicScheduler { prefill, slots, batch } = *scheduler;
+        let lane = k.lane();
+        DynamicConsumer {
+            slots,
+            batch,
+            reads: slots.pipeline.consumer(k),
+            leader: k.eval(lane.equals(0)),
+            walks: Walks::new(&prefill.tile, prefill.index_from_one_lane()),
+        }
+    }
+}
+
+impl TileScheduler for DynamicConsumer<'_> {
+    type Tile = WorkTile;
+
+    fn first_tile(&self, k: &mut Builder) -> WorkTile {
+        let is_window = self.batch.visibility.is_window();
+        let current = Current {
+            slot: k.register(),
+            masked_from: k.register(),
+            window: is_window.then(|| [k.register(), k.register()]),
+        };
+        let tile = WorkTile { blocks: k.register(), current };
+        self.next_tile(k, &tile);
+        tile
+    }
+
+    fn next_tile(&self, k: &mut Builder, tile: &WorkTile) {
+        let WorkTile { blocks, current } = tile;
+        let slot = self.reads.wait(k);
+        k.set(current.slot, slot);
+        match current.window {
+            Some([first_block, whole_from]) => {
+                let words = self.slots.read(k, current.slot, 0);
+                let registers = [*blocks, first_block, current.masked_from, whole_from];
+                for (register, word) in registers.into_iter().zip(words) {
+                    k.set(register, word);
+                }
+            }
+            None => {
+                let slot = self.slots.slot(k, current.slot);
+                let words = [k.load::<U32, _>(slot), k.load(slot + 8)];
+                k.set(*blocks, words[0]);
+                k.set(current.masked_from, words[1]);
+            }
+        }
+        self.reads.keep(k);
+    }
+
+    fn has_tile(&self, tile: &WorkTile) -> Value<Pred> {
+        tile.blocks.differs(0)
+    }
+
+    fn last_block(&self, tile: &WorkTile) -> Value<U32> {
+        tile.blocks - 1
+    }
+}
+
+impl ConsumerScheduler for DynamicConsumer<'_> {
+    type Current = Current;
+
+    fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
+        let Current { slot, masked_from, window } = tile.current;
+        Current {
+            slot: k.variable(slot),
+            masked_from: k.variable(masked_from),
+            window: window.map(|words| words.map(|word| k.variable(word))),
+        }
+    }
+
+    fn take(&self, k: &mut Builder, current: &Current, tile: &WorkTile) {
+        self.reads.give_back(k, current.slot, self.leader);
+        let new = &tile.current;
+        k.set(current.slot, new.slot);
+        k.set(current.masked_from, new.masked_from);
+        let words = current.window.into_iter().flatten().zip(new.window.into_iter().flatten());
+        for (word, new) in words {
+            k.set(word, new);
+        }
+    }
+
+    fn narrow(&self, k: &mut Builder, tile: &WorkTile, group: Reg<U32>) {
+        let Some(walks) = &self.walks else { return };
+        let WorkTile { blocks, current } = tile;
+        k.if_(self.has_tile(tile), |k| {
+            let [first_row, query_length, key_length, _] = self.slots.read(k, current.slot, 1);
+            let rows = Walks::rows_of(k, group, first_row, [query_length, key_length]);
+            let blocks = TileBlocks {
+                first: current.window.map(|[first, _]| first),
+                end: *blocks,
+                masked_from: current.masked_from,
+                whole_from: current.window.map(|[_, whole_from]| whole_from),
+            };
+            walks.narrow(k, &self.batch.visibility, &rows, &blocks);
+        });
+    }
+
+    fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
+        self.walks.map(|_| {
+            let slot = self.slots.slot(k, current.slot);
+            let [blocks, first] = k.load_vector::<U32, _, 2>(slot, Default::default());
+            WholeWalk { first: current.window.map(|_| first), last: k.eval(blocks - 1) }
+        })
+    }
+
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &WorkTile) -> Option<WholeWalk> {
+        self.whole_walk(k, &tile.current)
+    }
+
+    fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        block.equals(first_or_none(current.window.map(|[first_block, _]| first_block)))
+    }
+
+    fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        let masked = block.at_least(current.masked_from);
+        match current.window {
+            Some([_, whole_from]) => masked | block.less(whole_from),
+            None => masked,
+        }
+    }
+
+    fn place(&self, k: &mut Builder, current: &Current) -> Place {
+        let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
+        Place { first_row, query_length, key_length, head }
+    }
+
+    fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
+        let slot = self.slots.slot(k, current.slot);
+        k.load::<U32, _>(slot + 56)
+    }
+
+    fn visibility(&self) -> &Visibility {
+        &self.batch.visibility
+    }
+
+    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
+        let slot = self.slots.slot(k, current.slot);
+        let start = k.load::<U32, _>(slot + 36);
+        place.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
+            + start.convert::<U64>()
+    }
+
+    fn output_corner(
+        &self,
+        k: &mut Builder,
+        current: &Current,
+        place: &Place,
+        row: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        let slot = self.slots.slot(k, current.slot);
+        let end = k.load::<U32, _>(slot + 32);
+        slice_corner(k, row, place.query_length, end, place.head)[1..].to_vec()
+    }
+
+    fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        self.batch.slopes.as_ref().map(|_| self.slots.read_float(k, current.slot, 10))
+    }
+
+    fn descale(&self, k: &mut Builder, current: &Current, product: Product) -> Reg<F32> {
+        match (&self.batch.descales, product) {
+            (None, _) => k.eval(1.0),
+            (Some(_), Product::Scores) => self.slots.read_float(k, current.slot, 12),
+            (Some(_), Product::Output) => self.slots.read_float(k, current.slot, 13),
+        }
+    }
+
+    fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        self.batch.sinks.as_ref().map(|_| self.slots.read_float(k, current.slot, 11))
+    }
+}

@@ -1,0 +1,128 @@
+//! Where sequences lie, by lists that are looked at before they are believed.
+
+use flashcore::serving::{Pages, Placement};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::boundary::collect;
+use crate::error;
+use crate::view::Form;
+
+/// Rows of queries, or of new keys, padded or packed.
+pub(super) struct Rows<'a> {
+    pub(super) name: &'a str,
+    pub(super) form: &'a Form,
+    pub(super) count: usize,
+}
+
+impl Rows<'_> {
+    /// Where they are. Starts and lengths come with their names, and so does the most of a
+    /// sequence.
+    pub(super) fn placement(
+        &self,
+        (starts_name, starts): (&str, Option<Vec<i32>>),
+        (lengths_name, lengths): (&str, Option<Vec<i32>>),
+        (what, most_name, most): (&str, &str, usize),
+    ) -> PyResult<Placement> {
+        let rows = self.form.sizes[1] as usize;
+        let Some(starts) = starts else {
+            return Ok(Placement::padded(match lengths {
+                Some(lengths) => lengths_within(lengths_name, &lengths, |_| rows)?,
+                None => repeated(rows, self.count)?,
+            }));
+        };
+        for (sequence, pair) in starts.windows(2).enumerate() {
+            if pair[0] < 0 || pair[1] < pair[0] {
+                return Err(PyValueError::new_err(format!(
+                    "{starts_name} goes from {} to {} in sequence {sequence}, expected cumulative \
+                     lengths",
+                    pair[0], pair[1]
+                )));
+            }
+            if (pair[1] - pair[0]) as usize > most {
+                return Err(PyValueError::new_err(format!(
+                    "{starts_name} gives sequence {sequence} {} {what}, expected at most \
+                     {most_name}={most}",
+                    pair[1] - pair[0]
+                )));
+            }
+        }
+        let starts = collect(starts.into_iter().map(|start| Ok(start.max(0) as usize)))?;
+        if let Some(last) = starts.last().filter(|last| **last > rows) {
+            return Err(PyValueError::new_err(format!(
+                "{starts_name} ends at {last}, expected at most the {rows} rows of {}",
+                self.name
+            )));
+        }
+        let placement = Placement::packed(starts);
+        Ok(match lengths {
+            None => placement,
+            Some(lengths) => {
+                let room = |at| placement.length(at);
+                let lengths = lengths_within(lengths_name, &lengths, room)?;
+                placement.with_lengths(lengths)
+            }
+        })
+    }
+}
+
+/// Where sequences of these lengths are in a cache, by its list of batch entries or its table of
+/// pages; names are of the cache, the list and the table.
+pub(super) fn in_cache(
+    form: &Form,
+    ends: Vec<usize>,
+    (entries, pages): (Option<Vec<i32>>, Option<Vec<i32>>),
+    [cache, list, table]: [&str; 3],
+) -> PyResult<Placement> {
+    let [there, size, ..] = form.sizes.map(|size| size as usize);
+    let outside = |name: &str, sequence: usize, given: i32| {
+        PyValueError::new_err(format!(
+            "{name} has {given} for sequence {sequence}, expected from 0 to below the {there} of \
+             {cache}"
+        ))
+    };
+    let inside = |given: i32| usize::try_from(given).is_ok_and(|given| given < there);
+    if let Some(pages) = pages {
+        let columns = pages.len().checked_div(ends.len()).unwrap_or(0);
+        for (sequence, end) in ends.iter().enumerate() {
+            let used = &pages[sequence * columns..][..end.div_ceil(size.max(1))];
+            if let Some(given) = used.iter().find(|page| !inside(**page)) {
+                return Err(outside(table, sequence, *given));
+            }
+        }
+        // What is behind a sequence's end may be anything.
+        let pages = collect(pages.into_iter().map(|page| Ok(page.max(0) as u32)))?;
+        let pages = Pages::new(size, columns, pages).map_err(error::value)?;
+        return Ok(Placement::paged(ends, pages));
+    }
+    let Some(entries) = entries else {
+        return Ok(Placement::padded(ends));
+    };
+    if let Some(sequence) = entries.iter().position(|entry| !inside(*entry)) {
+        return Err(outside(list, sequence, entries[sequence]));
+    }
+    let entries = collect(entries.into_iter().map(|entry| Ok(entry as usize)))?;
+    Ok(Placement::entries(ends, entries))
+}
+
+/// A list of lengths, each at most what there is room for.
+pub(super) fn lengths_within(
+    name: &str,
+    lengths: &[i32],
+    room: impl Fn(usize) -> usize,
+) -> PyResult<Vec<usize>> {
+    let check = |(sequence, length): (usize, &i32)| {
+        let room = room(sequence);
+        usize::try_from(*length).ok().filter(|length| *length <= room).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{name} has {length} for sequence {sequence}, expected from 0 to {room}"
+            ))
+        })
+    };
+    collect(lengths.iter().enumerate().map(check))
+}
+
+/// A list of equal lengths.
+pub(super) fn repeated(length: usize, count: usize) -> PyResult<Vec<usize>> {
+    collect((0..count).map(|_| Ok(length)))
+}

@@ -1,0 +1,129 @@
+//! PyTorch's tensors: what they are, and new ones like them.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::{NonNull, null, null_mut};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use super::{Ask, Handle, Stable, VERSION, done, no_memory};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
+
+/// A reference to one of PyTorch's tensors.
+pub(crate) struct Tensor {
+    pub(super) handle: NonNull<c_void>,
+    pub(super) torch: &'static Stable,
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        // SAFETY: ours, and given back once.
+        let _ = unsafe { (self.torch.drop_tensor)(self.handle.as_ptr()) };
+    }
+}
+
+impl Tensor {
+    fn ask<T: Copy>(&self, name: &str, ask: Ask<T>, mut answer: T) -> PyResult<T> {
+        // SAFETY: a tensor, and a question that is answered with this type.
+        let asked = unsafe { ask(self.handle.as_ptr(), &mut answer) };
+        done(asked, || format!("say what {name} is"))?;
+        Ok(answer)
+    }
+
+    /// What the tensor is.
+    pub(crate) fn read(&self, name: &str) -> PyResult<Memory> {
+        let torch = self.torch;
+        let dimensions = self.ask(name, torch.dimensions, 0)?.max(0) as usize;
+        if dimensions > MOST_DIMENSIONS {
+            return Err(PyValueError::new_err(format!(
+                "{name} has {dimensions} dimensions, expected {MOST_DIMENSIONS} at most"
+            )));
+        }
+        let (mut sizes, mut strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
+        for (to, ask) in [(&mut sizes, torch.sizes), (&mut strides, torch.strides)] {
+            let from = self.ask(name, ask, null())?;
+            if dimensions > 0 {
+                // SAFETY: as many numbers as dimensions, which the tensor keeps.
+                let from = unsafe { std::slice::from_raw_parts(from, dimensions) };
+                to[..dimensions].copy_from_slice(from);
+            }
+        }
+        let dtype = self.ask(name, torch.dtype, 0)?;
+        let known = torch.dtypes.iter().find(|(known, _)| *known == dtype);
+        let place = match self.ask(name, torch.device_type, 0)? {
+            kind if kind == torch.cpu => Place::Host,
+            kind if kind == torch.cuda => {
+                Place::Cuda(self.ask(name, torch.device_index, 0)?.max(0) as u32)
+            }
+            kind => {
+                return Err(PyValueError::new_err(format!(
+                    "{name} is on a device of PyTorch's kind {kind}, expected the CPU or a CUDA device"
+                )));
+            }
+        };
+        Ok(Memory {
+            address: self.address()?,
+            dimensions,
+            sizes,
+            strides,
+            element: known.map_or(Element::Other("type", 8), |(_, element)| *element),
+            place,
+        })
+    }
+
+    /// Where its elements are.
+    pub(crate) fn address(&self) -> PyResult<u64> {
+        Ok(self.ask("a tensor", self.torch.data, null())? as u64)
+    }
+
+    /// The tensor as Python has it.
+    pub(crate) fn object<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: a tensor; the answer is an object that is ours, or null with an exception set.
+        unsafe { Bound::from_owned_ptr_or_err(py, (self.torch.wrap)(self.handle.as_ptr())) }
+    }
+
+    /// Zeros everywhere.
+    pub(crate) fn clear(&self, name: &str) -> PyResult<()> {
+        // SAFETY: a tensor of ours.
+        done(unsafe { (self.torch.zero)(self.handle.as_ptr()) }, || format!("clear {name}"))
+    }
+
+    /// A tensor that lies as this one does, or without gaps where it has some: PyTorch's `empty_like`.
+    pub(crate) fn like(&self, memory: &Memory) -> PyResult<Tensor> {
+        match memory.is_dense() {
+            true => {
+                let Memory { element, place, .. } = *memory;
+                self.torch.make(memory.sizes(), memory.strides(), element, place)
+            }
+            // The dispatcher costs more, and knows in what order.
+            false => self.call(c"aten::empty_like", memory, [0; 5]),
+        }
+    }
+
+    /// A copy without gaps.
+    pub(crate) fn contiguous(&self, memory: &Memory) -> PyResult<Tensor> {
+        self.call(c"aten::contiguous", memory, [self.torch.contiguous as u32 as u64])
+    }
+
+    /// An operator of this tensor and of what comes behind it, which makes one of the same sizes.
+    fn call<const OTHERS: usize>(
+        &self,
+        name: &CStr,
+        memory: &Memory,
+        others: [u64; OTHERS],
+    ) -> PyResult<Tensor> {
+        const SLOTS: usize = 8;
+        // The dispatcher owns its arguments.
+        let handle = self.ask("a tensor", self.torch.copy_handle, null_mut())?;
+        let mut slots = [0; SLOTS];
+        slots[0] = handle as u64;
+        slots[1..=OTHERS].copy_from_slice(&others);
+        // SAFETY: the schemas of the operators above.
+        let called =
+            unsafe { (self.torch.call)(name.as_ptr(), c"".as_ptr(), slots.as_mut_ptr(), VERSION) };
+        match called {
+            0 => self.torch.tensor(slots[0] as Handle),
+            _ => Err(no_memory(memory.sizes(), memory.place)),
+        }
+    }
+}

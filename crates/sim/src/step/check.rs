@@ -1,0 +1,323 @@
+//! What the checked mode asks of an access: that memory is there, initialised, and nobody else's.
+
+use super::Target;
+use crate::hazard::{Hazard, HazardKind};
+use crate::machine::{Executor, OperationKind, SHARED_BASE, Step, Visit};
+use crate::shadow::{CELL, Cell, Conflict, NO_LANE, Observer, Source};
+use crate::warp::Warp;
+
+impl<'a> Executor<'_, 'a> {
+    /// One lane's access through the generic proxy.
+    pub(super) fn check_thread(
+        &mut self,
+        warp: &Warp<'a>,
+        lane: u32,
+        target: Target,
+        bytes: u32,
+        event: u32,
+        write: bool,
+    ) -> Step<()> {
+        if let Target::Shared { block, .. } = target {
+            self.note_visit(warp, lane, block, warp.clock.now);
+        }
+        let observer = Observer {
+            lane: lane as u8,
+            copies: warp.clock.copies_of(lane),
+            ..Observer::operation(warp.clock.view(1 << lane), event)
+        };
+        self.check_access(observer, target, bytes, write, u64::MAX)
+    }
+
+    /// Notes an access to another block's shared memory.
+    pub(super) fn note_visit(&mut self, warp: &Warp<'a>, lane: u32, block: usize, clock: u32) {
+        if block == warp.block || !self.world.checked {
+            return;
+        }
+        let place = self.world.code.places[warp.pc];
+        let visit = Visit { clock, lanes: 1 << lane, place, actor: self.actor(warp, Some(lane)) };
+        self.cluster.blocks[block].visitors.insert(warp.clock.component, visit);
+    }
+
+    /// An access by anyone: of memory in flight, uninitialised, or unordered.
+    /// `issued` is the number of operations that were issued before it was.
+    pub(crate) fn check_access(
+        &mut self,
+        observer: Observer<'_>,
+        target: Target,
+        bytes: u32,
+        write: bool,
+        issued: u64,
+    ) -> Step<()> {
+        let Observer { event, lane, .. } = observer;
+        let world = &mut *self.world;
+        let (cells, offset) = match target {
+            Target::Shared { block, offset } => {
+                let there = &self.cluster.blocks[block];
+                let words = offset / 4..(offset + bytes as usize).div_ceil(4);
+                for word in words {
+                    if there.arriving[word] != 0 {
+                        return Err(self.arriving_hazard(
+                            block,
+                            4 * word,
+                            event,
+                            lane,
+                            write,
+                            issued,
+                        ));
+                    }
+                    if write && there.departing[word] != 0 {
+                        return Err(self.departing_hazard(block, 4 * word, event, lane));
+                    }
+                }
+                (&mut self.cluster.blocks[block].cells, offset)
+            }
+            Target::Global { buffer, offset } => {
+                if !write
+                    && let Some(at) = world.memory.first_unwritten(buffer, offset, bytes as usize)
+                {
+                    let name = &world.memory.buffer(buffer).name;
+                    let text = format!("byte {at} of buffer {name:?} was never written");
+                    return Err(self.event_hazard(
+                        event,
+                        lane,
+                        HazardKind::UninitialisedMemory,
+                        text,
+                    ));
+                }
+                (&mut world.global[buffer], offset)
+            }
+        };
+        let observer = Observer { global: matches!(target, Target::Global { .. }), ..observer };
+        let (mut byte, end) = (offset, offset + bytes as usize);
+        // The last cell that was all right, before the access and after it: its neighbours are like it.
+        let mut known: Option<(Cell, Cell)> = None;
+        while byte < end {
+            for cell in cells.from(byte).iter_mut().take((end - byte).div_ceil(CELL)) {
+                match known {
+                    Some((before, after)) if *cell == before => *cell = after,
+                    _ => {
+                        let before = *cell;
+                        if cell.barrier {
+                            let here = self.shared_name((byte as u32) + SHARED_BASE);
+                            let verb = if write { "written" } else { "read" };
+                            let text = format!("{here} is a memory barrier and is {verb} as data");
+                            let kind = HazardKind::MbarrierTouched;
+                            let mut hazard = self.event_hazard(event, lane, kind, text);
+                            hazard.other = self.mbarrier_place(target, byte);
+                            return Err(hazard);
+                        }
+                        if !write && !cell.initialised {
+                            let here = self.shared_name((byte as u32) + SHARED_BASE);
+                            let text = format!("{here} was never written");
+                            let kind = HazardKind::UninitialisedMemory;
+                            return Err(self.event_hazard(event, lane, kind, text));
+                        }
+                        if let Some(conflict) = world.shadow.access(cell, &observer, write) {
+                            let at = match target {
+                                Target::Shared { block, .. } => {
+                                    Target::Shared { block, offset: byte }
+                                }
+                                Target::Global { buffer, .. } => {
+                                    Target::Global { buffer, offset: byte }
+                                }
+                            };
+                            return Err(self.conflict_hazard(conflict, event, lane, at, write));
+                        }
+                        known = Some((before, *cell));
+                    }
+                }
+                byte += CELL;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the memory barrier at a byte was initialised.
+    fn mbarrier_place(&self, target: Target, byte: usize) -> Option<ptx::Place> {
+        let Target::Shared { block, .. } = target else { return None };
+        let address = byte as u32 / 8 * 8 + SHARED_BASE;
+        self.cluster.blocks[block].mbarriers.get(&address)?.initialised_at
+    }
+
+    /// A hazard of a recorded access.
+    pub(crate) fn event_hazard(
+        &self,
+        event: u32,
+        lane: u8,
+        kind: HazardKind,
+        text: String,
+    ) -> Box<Hazard> {
+        let event = self.world.shadow.get(event);
+        let mut hazard = self.world.hazard(kind, text);
+        hazard.place = event.place;
+        let mut actor = event.actor;
+        if lane != NO_LANE {
+            actor.lane = Some(lane as u32);
+        }
+        hazard.actor = Some(actor);
+        hazard
+    }
+
+    fn arriving_hazard(
+        &self,
+        block: usize,
+        offset: usize,
+        event: u32,
+        lane: u8,
+        write: bool,
+        issued: u64,
+    ) -> Box<Hazard> {
+        let address = offset as u32 + SHARED_BASE;
+        let here = self.shared_name(address);
+        let what = self.world.shadow.get(event).what;
+        let covers = |dst: u32, bytes: u32| dst < address + 4 && address < dst + bytes;
+        let copy = self.cluster.operations.iter().find(|(_, operation)| match &operation.kind {
+            OperationKind::Load { to, dst, bytes, .. } => *to == block && covers(*dst, *bytes),
+            OperationKind::CopyAsync(lanes) => {
+                operation.block == block && lanes.iter().any(|l| covers(l.dst, l.bytes))
+            }
+            OperationKind::ArriveOnCopies { .. } | OperationKind::Store { .. } => false,
+        });
+        let (kind, text) = if copy.is_some_and(|(id, _)| *id >= issued) {
+            // The access was there first; the copy came while it was in flight.
+            let text =
+                format!("a copy is to overwrite {here}, which {what} in flight is yet to read");
+            (HazardKind::OverwrittenInFlight, text)
+        } else {
+            let verb = if write { "writes" } else { "reads" };
+            let text = format!(
+                "{what} {verb} {here}, where a copy is to arrive that nobody can have waited for \
+                 yet"
+            );
+            (HazardKind::TouchedBeforeArrival, text)
+        };
+        let mut hazard = self.event_hazard(event, lane, kind, text);
+        hazard.other = copy.and_then(|(_, o)| self.world.code.places[o.step]);
+        hazard
+    }
+
+    fn departing_hazard(&self, block: usize, offset: usize, event: u32, lane: u8) -> Box<Hazard> {
+        let here = self.shared_name(offset as u32 + SHARED_BASE);
+        let what = self.world.shadow.get(event).what;
+        let address = offset as u32 + SHARED_BASE;
+        let store = self.cluster.operations.values().find(|operation| match &operation.kind {
+            OperationKind::Store { src, bytes, staged, .. } => {
+                operation.block == block
+                    && staged.is_none()
+                    && *src < address + 4
+                    && address < src + bytes
+            }
+            OperationKind::Load { .. }
+            | OperationKind::CopyAsync(_)
+            | OperationKind::ArriveOnCopies { .. } => false,
+        });
+        let (reader, step) = match store {
+            Some(operation) => ("a bulk store", Some(operation.step)),
+            None => ("a product", self.product_reading(block, address)),
+        };
+        let text = format!("{what} overwrites {here}, which {reader} in flight is yet to read");
+        let mut hazard = self.event_hazard(event, lane, HazardKind::OverwrittenInFlight, text);
+        hazard.other = step.and_then(|step| self.world.code.places[step]);
+        hazard
+    }
+
+    fn conflict_hazard(
+        &self,
+        conflict: Conflict,
+        event: u32,
+        lane: u8,
+        target: Target,
+        write: bool,
+    ) -> Box<Hazard> {
+        let own = self.world.shadow.get(event);
+        let other = &conflict.other;
+        let in_thread = |source| matches!(source, Source::Thread | Source::Atomic(_));
+        let kind = if conflict.unfenced {
+            HazardKind::MissingProxyFence
+        } else if !in_thread(own.source) && conflict.other_id >= own.since {
+            // The other access came while this operation was in flight.
+            if write { HazardKind::TouchedBeforeArrival } else { HazardKind::OverwrittenInFlight }
+        } else {
+            match (other.source, conflict.other_reads) {
+                (Source::Load | Source::Store, false) => HazardKind::TouchedBeforeArrival,
+                (Source::Load | Source::Store | Source::Product, true) => {
+                    HazardKind::OverwrittenInFlight
+                }
+                (_, true) if !in_thread(own.source) => HazardKind::OverwrittenInFlight,
+                _ if (other.cluster, other.component) == (own.cluster, own.component) => {
+                    HazardKind::LaneRace
+                }
+                _ => HazardKind::DataRace,
+            }
+        };
+        let here = self.target_name(target);
+        let verb = if write { "writes" } else { "reads" };
+        let did = if conflict.other_reads { "read" } else { "wrote" };
+        let mut actor = other.actor;
+        actor.lane = match in_thread(other.source) {
+            true => conflict.other_lane,
+            false => conflict.other_lane.or(actor.lane),
+        };
+        let missing = if conflict.unfenced {
+            "with no proxy fence in between"
+        } else {
+            match other.source {
+                Source::Thread | Source::Atomic(_) => "and nothing orders the two",
+                Source::Load => "and nobody here has waited for its arrival",
+                Source::Store | Source::Product => "and nobody here has waited for it",
+            }
+        };
+        let (what, before) = (own.what, other.what);
+        let text = format!("{what} {verb} {here}, which {before} ({actor}) {did}, {missing}");
+        let mut hazard = self.event_hazard(event, lane, kind, text);
+        hazard.other = other.place;
+        hazard
+    }
+
+    pub(super) fn check_collision(
+        &mut self,
+        warp: &Warp<'a>,
+        lane: u32,
+        target: Target,
+        value: &[u8],
+        event: u32,
+    ) -> Step<()> {
+        let (cells, offset, old) = match target {
+            Target::Shared { block, offset } => {
+                let block = &mut self.cluster.blocks[block];
+                (&mut block.cells, offset, &block.shared[offset..offset + value.len()])
+            }
+            Target::Global { buffer, offset } => {
+                let bytes = &self.world.memory.buffer(buffer).bytes;
+                (&mut self.world.global[buffer], offset, &bytes[offset..offset + value.len()])
+            }
+        };
+        if cells.at(offset).written_by() == event && old != value {
+            let here = self.target_name(target);
+            let text =
+                format!("another lane of this instruction stores a different value to {here}");
+            return Err(self.hazard(warp, Some(lane), HazardKind::LaneCollision, text));
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_read_only(
+        &mut self,
+        warp: &Warp<'a>,
+        lane: u32,
+        target: Target,
+    ) -> Step<()> {
+        if let Target::Global { buffer, offset } = target {
+            let cell = *self.world.global[buffer].at(offset);
+            if cell.is_written() {
+                let here = self.target_name(target);
+                let text = format!("{here} is loaded as read-only, but the kernel wrote it");
+                let kind = HazardKind::ReadOnlyViolated;
+                let mut hazard = self.hazard(warp, Some(lane), kind, text);
+                hazard.other = self.world.shadow.get(cell.written_by()).place;
+                return Err(hazard);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,137 @@
+//! What orders memory between threads: releases, acquires and fences.
+
+use ptx::{Fence, Scope, Space};
+
+use crate::clock::{Fenced, Knowledge};
+use crate::machine::{CLUSTER_WINDOW, Executor, Release};
+use crate::warp::{Warp, lanes_of};
+
+impl<'a> Executor<'_, 'a> {
+    fn key(&self, warp: &Warp<'_>, space: Space, address: u64) -> u64 {
+        match space {
+            Space::Global => address,
+            Space::Shared => {
+                1 << 63 | (self.cluster.blocks[warp.block].index as u64) << 32 | address
+            }
+            Space::Cluster if address as u32 >= CLUSTER_WINDOW => {
+                let rank = address as u32 / CLUSTER_WINDOW - 1;
+                let first = self.cluster.blocks[0].index;
+                let local = address % CLUSTER_WINDOW as u64;
+                1 << 63 | ((first + rank) as u64) << 32 | local
+            }
+            Space::Cluster => self.key(warp, Space::Shared, address),
+        }
+    }
+
+    /// A lane sees what was released at an address: now, or at its next fence.
+    pub(super) fn acquire_at(
+        &mut self,
+        warp: &mut Warp<'a>,
+        lane: u32,
+        space: Space,
+        address: u64,
+        scope: Scope,
+        acquires: bool,
+    ) {
+        let key = self.key(warp, space, address);
+        let Some(releases) = self.world.releases.get(&key) else { return };
+        if acquires {
+            self.learn(warp, 1 << lane, releases, scope);
+        } else {
+            // A fence takes up what this load, with its scope, could see.
+            let here = self.cluster.blocks[warp.block].index;
+            let seen = releases.iter().filter(|it| it.reaches(self.cluster.index, here, scope));
+            warp.unfenced.push((1 << lane, seen.cloned().collect()));
+        }
+    }
+
+    /// Lanes learn what was released, of what reaches them and they reach.
+    fn learn(&self, warp: &mut Warp<'a>, lanes: u32, releases: &[Release], scope: Scope) {
+        let (cluster, block) = (self.cluster.index, self.cluster.blocks[warp.block].index);
+        let mut learned = Knowledge::default();
+        for release in releases.iter().filter(|it| it.reaches(cluster, block, scope)) {
+            if release.cluster == cluster {
+                learned.join(&release.knowledge);
+            } else {
+                learned.join_foreign(cluster, release.cluster, &release.knowledge);
+            }
+        }
+        warp.clock.acquire(lanes, |k| k.join(&learned));
+    }
+
+    /// The active lanes release at their addresses: all they know, or what
+    /// they knew at their last fence.
+    pub(super) fn release_at(
+        &mut self,
+        warp: &mut Warp<'a>,
+        space: Space,
+        addresses: &[u64; 32],
+        scope: Scope,
+        releases: bool,
+    ) {
+        // A fence hands on no further than its own scope.
+        let (knowledge, scope) = if releases {
+            (warp.clock.release(warp.active), scope)
+        } else if let Some((fenced, reach)) = &warp.fenced {
+            (fenced.clone(), narrower(*reach, scope))
+        } else {
+            return;
+        };
+        let (cluster, block) = (self.cluster.index, self.cluster.blocks[warp.block].index);
+        let mut keys: Vec<u64> = lanes_of(warp.active)
+            .map(|lane| self.key(warp, space, addresses[lane as usize]))
+            .collect();
+        keys.sort_unstable();
+        keys.dedup();
+        for key in keys {
+            let list = self.world.releases.entry(key).or_default();
+            let same = list
+                .iter_mut()
+                .find(|r| r.cluster == cluster && r.block == block && r.scope == scope);
+            match same {
+                Some(release) => release.knowledge.join(&knowledge),
+                None => {
+                    let knowledge = knowledge.clone();
+                    list.push(Release { cluster, block, scope, knowledge });
+                }
+            }
+        }
+    }
+
+    pub(super) fn fence(&mut self, warp: &mut Warp<'a>, fence: Fence) {
+        if matches!(fence, Fence::MbarrierInit | Fence::ProxyAsyncShared | Fence::ProxyAsync) {
+            // The barriers these lanes initialised may now be used by all.
+            let component = warp.clock.component;
+            let active = warp.active;
+            let own = |lane: u32| active >> lane & 1 == 1;
+            for barrier in self.cluster.blocks[warp.block].mbarriers.values_mut() {
+                barrier.published |= barrier.component == component && own(barrier.lane);
+            }
+        }
+        if !self.world.checked {
+            return;
+        }
+        match fence {
+            Fence::AcquireRelease(scope) | Fence::SequentiallyConsistent(scope) => {
+                for (lanes, seen) in std::mem::take(&mut warp.unfenced) {
+                    self.learn(warp, lanes, &seen, scope);
+                }
+                warp.fenced = Some((warp.clock.release(warp.active), scope));
+            }
+            Fence::MbarrierInit => {}
+            Fence::ProxyAsyncShared => warp.clock.flush(warp.active, Fenced::Shared),
+            Fence::ProxyAsyncGlobal => warp.clock.flush(warp.active, Fenced::Global),
+            Fence::ProxyAsync => warp.clock.flush(warp.active, Fenced::Both),
+        }
+    }
+}
+
+/// The scope that two scopes both reach.
+fn narrower(a: Scope, b: Scope) -> Scope {
+    match (a, b) {
+        (Scope::Block, _) | (_, Scope::Block) => Scope::Block,
+        (Scope::Cluster, _) | (_, Scope::Cluster) => Scope::Cluster,
+        (Scope::Gpu, _) | (_, Scope::Gpu) => Scope::Gpu,
+        (Scope::System, Scope::System) => Scope::System,
+    }
+}

@@ -1,0 +1,135 @@
+//! Gradients: of sequences of equal lengths, and of others.
+
+use flashcore::Mask;
+use kernels::{Batch, Configuration, MaskKind};
+
+use super::{Call, Place, Ragged, Weights};
+
+/// One step alone, steps around the stages more than once, keys that nobody sees.
+pub(super) fn calls(
+    kernel: Configuration,
+    tile: [u32; 2],
+    head_dim: u32,
+    (mask, batch): (MaskKind, Batch),
+) -> Vec<Call> {
+    let [rows, keys] = tile.map(|it| it as usize);
+    if batch != Batch::Equal {
+        return ragged(kernel, rows, keys);
+    }
+    let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    let scale = 2.0 / (head_dim as f32).sqrt();
+    let mut all = vec![
+        call([rows - 1, keys + 40], [2, 1]),
+        // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages
+        // that have no divisor in common, so that every stage sees full blocks. Each query has few
+        // keys that weigh, so that one wrong number is no small part of a sum.
+        call([2 * rows + 70, 2 * rows + 70], [2, 1]).with(|it| it.with_scale(scale)),
+        // Heads and sequences that lie beside each other; whole blocks.
+        Call::new(kernel, 2, [rows, 70], [2, 2]).with(|it| it.with_scale(scale)),
+        Call::new(kernel, 2, [rows + 3, keys + 1], [4, 2]).with(|it| it.with_scale(scale)),
+        // One block for each head: every step of the loop comes to the edge of a mask, in every column.
+        call([rows, rows], [5, 1]).with(|it| it.with_scale(scale)),
+        call([rows - 8, rows], [5, 1]).with(|it| it.with_scale(scale)),
+        call([rows + 1, keys], [3, 1]).with(|it| it.with_scale(scale)),
+    ];
+    let together = match kernel {
+        Configuration::Backward(it) => it.pass().takes_heads_together(),
+        Configuration::BackwardMma(it) => it.pass().takes_heads_together(),
+        _ => false,
+    };
+    if together {
+        // More heads than go together, and some left over.
+        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(4));
+        all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
+        all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
+    }
+    if let Configuration::Backward(it) = kernel {
+        if it.persistent && mask == MaskKind::Local {
+            // Tiles that nobody sees before, between and after others, of one block of threads; an even
+            // and an odd number of them.
+            let window = Mask::window(Some(5), Some(2));
+            for (blocks, heads) in [(2, [2, 2]), (3, [3, 3]), (4, [2, 1])] {
+                let few = call([rows / 2, blocks * keys], heads).on(1);
+                all.push(few.with(|it| it.with_scale(scale).with_mask(window)));
+            }
+        }
+        if it.split {
+            // A tile in many parts; in parts of unequal numbers of steps, some of them of none, behind
+            // whole tiles; of heads that parts end within.
+            all.push(call([12 * rows - 5, keys], [1, 1]).on(5).with(|it| it.with_scale(scale)));
+            all.push(call([rows, 5 * keys], [1, 1]).on(3).with(|it| it.with_scale(scale)));
+            all.push(call([3 * rows + 5, 2 * keys], [5, 1]).on(7).with(|it| it.with_scale(scale)));
+            all.push(Call::new(kernel, 3, [7 * rows, keys - 3], [2, 1]).on(2));
+        }
+    }
+    let listed = match kernel {
+        Configuration::Backward(it) => it.pass().takes_block_lists(),
+        Configuration::BackwardMma(it) => it.pass().takes_block_lists(),
+        _ => false,
+    };
+    if listed {
+        // Lists of one, two, three and more entries, of heads that differ; blocks of queries and of keys
+        // that are not as many; a last block of one row, and of one key; an only one that is not whole.
+        for (lengths, heads) in [
+            ([rows - 1, keys - 1], [5, 1]),
+            ([5 * rows - 7, 5 * rows - 7], [4, 2]),
+            ([4 * rows + 1, 2 * keys + 1], [3, 1]),
+            ([2 * rows, 5 * keys - 1], [2, 2]),
+        ] {
+            all.push(call(lengths, heads).with(|it| it.with_scale(scale)));
+        }
+        // As many blocks as it takes until what is found of a query's block, its half or its double differs;
+        // of wide windows the edges weigh most.
+        let edges = call([6 * rows - 3, 6 * rows - 3], [2, 1]).with(|it| it.with_scale(scale));
+        all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
+        // Scores far below zero, beside which a key beyond the last, whose score is 0, weighs more than a
+        // float holds.
+        // In walks of one step and of several, of either warpgroup, of either row that a thread has.
+        let long = [[3 * rows + 9, 3 * keys - 9], [2 * rows + 5, keys + 70]];
+        let short = [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]];
+        for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
+            let few = Call::new(kernel, batch, lengths, [2, 1]).on(4);
+            let few = few.with(|it| it.with_scale(4.0 * scale));
+            all.push(Call { weights: Weights::Heavy, ..few });
+        }
+    }
+    match mask {
+        MaskKind::Dense => {}
+        // Queries that see nothing; keys that all see.
+        MaskKind::Causal => all.extend([
+            call([2 * rows + 9, keys / 2], [1, 1]),
+            call([rows + 9, 3 * keys], [1, 1]).with(|it| it.with_scale(scale)),
+            call([3 * rows + 5, 3 * rows + 5], [3, 1]).with(|it| it.with_scale(scale)),
+        ]),
+        // Few keys for each query, so that each of them weighs: within a block, at both its ends, and
+        // further on.
+        MaskKind::Local | MaskKind::Chunked => {
+            let windows = [(Some(5), Some(2)), (Some(1), Some(0)), (Some(0), Some(rows))];
+            for (left, right) in windows {
+                for (length, heads) in [(2 * rows + 70, 1), (3 * rows + 5, 3)] {
+                    let call = call([length, length], [heads, 1]).with(|it| it.with_scale(scale));
+                    all.push(call.with(|it| it.with_mask(Mask::window(left, right))));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// The same in sequences of their own, some of them empty on one side or on both.
+fn ragged(kernel: Configuration, rows: usize, block: usize) -> Vec<Call> {
+    let call = |queries: Vec<usize>, keys: Vec<usize>, query_place, key_place, heads| {
+        let ragged = Ragged::new(queries, keys).over(key_place);
+        Call::ragged(kernel, Ragged { query_place, ..ragged }, heads)
+    };
+    let (packed, apart, padded) = (Place::Packed, Place::Apart, Place::Padded);
+    let hostile =
+        call(vec![rows, 0, 1, rows - 1], vec![block, 0, 2 * block, 1], packed, apart, [2, 1]);
+    vec![
+        call(vec![1, 5 * rows - 7, 0, 3], vec![1, block, 9, 0], packed, packed, [2, 2]),
+        call(vec![rows - 1, 2 * rows, rows + 1], vec![block + 40, 70, 3], apart, padded, [4, 2]),
+        call(vec![7, rows + 1], vec![2 * block + 1, 5], padded, apart, [3, 1]),
+        call(vec![rows, 17, rows - 8], vec![rows, 25, rows], packed, packed, [5, 1]),
+        Call { hostile: true, ..hostile },
+    ]
+}

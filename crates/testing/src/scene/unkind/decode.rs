@@ -1,0 +1,307 @@
+//! Few queries over caches: lists, windows, teams that have parts of a sequence.
+
+use flashcore::Mask;
+use kernels::decode::Splits;
+use kernels::{Configuration, Decode};
+
+use super::{Call, Place, Ragged, Weights};
+
+pub(super) fn calls(it: &Decode) -> Vec<Call> {
+    let calls = Calls::of(it);
+    let mut all = calls.of_teams();
+    all.extend(calls.far_apart());
+    all.extend(calls.windows());
+    all.extend(calls.between());
+    all.extend(if it.paged { calls.shared_pages() } else { calls.packed() });
+    if it.splits != Splits::Shares {
+        all.extend(fixed_splits(it, calls.place));
+    }
+    all
+}
+
+/// What calls of a kernel are made of.
+struct Calls {
+    kernel: Configuration,
+    /// Where keys lie.
+    place: Place,
+    /// Keys of a tile, of a tile for each warp, and of all stages.
+    tile: usize,
+    round: usize,
+    stages: usize,
+    /// Rows of a block.
+    group: usize,
+}
+
+impl Calls {
+    fn of(it: &Decode) -> Self {
+        let tile = it.tile_keys as usize;
+        let round = tile * it.warps as usize;
+        Calls {
+            kernel: Configuration::Decode(*it),
+            place: if it.paged { Place::Paged(tile - 3) } else { Place::Entries },
+            tile,
+            round,
+            stages: it.stages as usize * round,
+            group: it.rows as usize,
+        }
+    }
+
+    fn call(&self, queries: Vec<usize>, keys: Vec<usize>, heads: [usize; 2]) -> Call {
+        Call::ragged(self.kernel, Ragged::new(queries, keys).over(self.place), heads)
+    }
+
+    fn listed(&self, query_place: Place, key_place: Place) -> Call {
+        let &Calls { kernel, tile, round, .. } = self;
+        let ragged = Ragged::new(vec![2, 0, 1, 3], vec![round + 3, 0, tile, 2 * round]);
+        let padding = vec![0, 0, 3, 0];
+        let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+    }
+
+    /// A first sequence of nothing, so that lists hold a 0, or less, where others begin.
+    fn late(&self, query_place: Place, key_place: Place) -> Call {
+        let &Calls { kernel, tile, round, .. } = self;
+        let ragged = Ragged::new(vec![0, 2, 1], vec![0, round + 3, tile]);
+        let ragged = Ragged { query_place, padding: vec![0, 2, 0], ..ragged.over(key_place) };
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+    }
+
+    /// Sequences and parts of them, of more teams and of fewer.
+    fn of_teams(&self) -> Vec<Call> {
+        let &Calls { kernel, place, tile, round, stages, group } = self;
+        let call = |queries, keys, heads| self.call(queries, keys, heads);
+        let behind = Ragged {
+            padding: vec![7, 0, tile, 1],
+            ..Ragged::new(vec![1; 4], vec![2 * round + 3, 0, tile, 5]).over(place)
+        };
+        let mut many: Vec<usize> = (0..37).map(|index| index * 7 % 23).collect();
+        many[35] = 3 * round + 3;
+        vec![
+            self.listed(Place::Packed, place),
+            self.late(Place::Packed, place),
+            // More blocks of threads than there is work, and fewer.
+            call(vec![1, 1], vec![3, tile], [1, 1]).on(9),
+            call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1]).on(1),
+            // A window, several queries, more rows than a block has.
+            call(vec![3, 1, 2], vec![3 * round + 5, 2, round], [group, 2])
+                .on(5)
+                .with(|it| it.with_mask(Mask::window(Some(2 * round + 3), Some(1)))),
+            Call::ragged(kernel, behind, [3, 1]).on(3),
+            // Parts of many teams.
+            call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
+            call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
+            // More of them than a warp has lanes; rows whose slopes differ, so that each part weighs in one.
+            call(vec![1], vec![35 * round + 5], [group, 1]).on(40),
+            call(vec![1], vec![17 * round + 5], [group, 1]).on(40),
+            // Parts of as many tiles as are worth it, which the longest of the sequences decides.
+            call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
+            // A few keys, all of them far below zero for some rows.
+            Call { weights: Weights::Heavy, ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2]) },
+            // More sequences than a warp has lanes.
+            call(vec![1; 37], many, [2, 1]).on(4),
+            Call {
+                weights: Weights::Valley,
+                ..call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1]).on(3)
+            },
+            Call {
+                weights: Weights::Spikes,
+                ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).on(3)
+            },
+            Call {
+                weights: Weights::Peaks,
+                ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).on(3)
+            },
+        ]
+    }
+
+    /// Parts whose maxima are far apart.
+    fn far_apart(&self) -> Vec<Call> {
+        let &Calls { tile, round, group, .. } = self;
+        let call = |queries, keys, heads| self.call(queries, keys, heads);
+        let mut all = Vec::new();
+        // Rows of every part of a tile, whose parts are far apart: of tiles, of warps and of teams.
+        for (weights, keys, teams) in [
+            (Weights::Valley, 7 * round, 1),
+            (Weights::Spikes, 3 * round, 2),
+            (Weights::Peaks, 7 * round, 3),
+            (Weights::Peaks, 17 * round, 40),
+            (Weights::Turns(1), 2 * round, 1),
+            (Weights::Turns(2), 2 * round, 1),
+            (Weights::Turns(4), 2 * round, 1),
+            (Weights::Turns(8), 2 * round, 1),
+            (Weights::Turns(tile), 3 * round, 1),
+            (Weights::Turns(round), 5 * round, 1),
+            (Weights::Turns(round), 17 * round, 40),
+        ] {
+            let call = call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).on(teams);
+            all.push(Call { weights, ..call });
+        }
+        // Parts of which any may have the key that weighs.
+        for weights in [Weights::Heavy, Weights::Turns(2 * round), Weights::Turns(4 * round)] {
+            let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1]).on(40);
+            all.push(Call { weights, ..call });
+        }
+        all
+    }
+
+    /// Windows, and what lies behind them.
+    fn windows(&self) -> Vec<Call> {
+        let &Calls { kernel, place, tile, round, group, .. } = self;
+        let call = |queries, keys, heads| self.call(queries, keys, heads);
+        let mut all = Vec::new();
+        // Several queries in every part of a tile, whose windows begin and end at all its columns; a
+        // window that begins in a later tile of a sequence that a team comes to from another.
+        let window = Mask::window(Some(round + 3), Some(0));
+        all.push(
+            call(vec![4, 4, 4], vec![2 * round + 4, 2 * round + 12, 2 * round + 3], [group / 4, 1])
+                .on(3)
+                .with(|it| it.with_mask(window)),
+        );
+        all.push(
+            call(vec![1, 1, 2], vec![3 * round, 5 * round + 3, 4 * round + 7], [2, 1])
+                .on(1)
+                .with(|it| it.with_mask(window)),
+        );
+        // Paddings below zero where one key more would be one tile more.
+        let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
+        let ragged = Ragged { padding: vec![0, 0, 3], ..ragged };
+        all.push(Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(3) });
+        // Keys behind a window, in each of the rounds that clear them.
+        for left in [2, 5, 6, 11, 14] {
+            let behind = call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).on(3);
+            let window = Mask::window(Some(round + left), Some(0));
+            all.push(Call { unseen: true, ..behind.with(|it| it.with_mask(window)) });
+        }
+        all
+    }
+
+    /// Queries with something between them.
+    fn between(&self) -> Vec<Call> {
+        let &Calls { place, .. } = self;
+        let mut all = vec![self.listed(Place::Apart, place), self.late(Place::Apart, place)];
+        // A narrow window, so that the number of queries decides which tiles there are.
+        for call in [self.listed(Place::Apart, place), self.listed(Place::Packed, place)] {
+            all.push(call.with(|it| it.with_mask(Mask::window(Some(1), Some(0)))));
+        }
+        all
+    }
+
+    /// What only pages can be.
+    fn shared_pages(&self) -> Vec<Call> {
+        let &Calls { kernel, tile, round, stages, .. } = self;
+        let mut all = Vec::new();
+        // Every page is the first or the last, and the table says that it is one beyond.
+        let shared = Ragged::new(vec![1, 2, 1], vec![stages + round, 2 * stages + 5, 3 * round]);
+        for processors in [1, 5] {
+            let shared = shared.over(Place::Shared(tile - 3));
+            let call = Call::ragged(kernel, shared, [2, 1]).on(processors);
+            all.push(Call { hostile: true, ..call });
+        }
+        all
+    }
+
+    /// What only keys without pages can be.
+    fn packed(&self) -> Vec<Call> {
+        let &Calls { kernel, tile, round, .. } = self;
+        let call = |queries, keys, heads| self.call(queries, keys, heads);
+        // Packed keys; equal lengths, of which no list tells.
+        let mut all = vec![
+            self.listed(Place::Padded, Place::Packed),
+            self.late(Place::Packed, Place::Packed),
+        ];
+        // The same with a query, which sees no key.
+        let none = Ragged::new(vec![1, 2, 1], vec![0, round + 3, tile]).over(Place::Packed);
+        all.push(Call { hostile: true, ..Call::ragged(kernel, none, [2, 1]) });
+        // Behind the last key of the last sequence there is no memory.
+        all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
+        // A last sequence without keys, and ones that a team comes to from another.
+        let none = Ragged::new(vec![1, 1], vec![3, 0]).over(Place::Padded);
+        all.push(Call { hostile: true, ..Call::ragged(kernel, none, [1, 1]) });
+        for (end, keys) in [(0, 3), (0, 6), (0, 9), (0, 14), (round, 6), (round, 14)] {
+            let next = Ragged::new(vec![1, 2], vec![3 * round, end + keys]).over(Place::Packed);
+            all.push(Call::ragged(kernel, next, [1, 1]).on(1));
+        }
+        for end in [0, tile, round, 2 * round, 3 * round + tile, 4 * round] {
+            for keys in [3, 6, 9, 14] {
+                let last = Ragged::new(vec![1, 2], vec![3, end + keys]).over(Place::Padded);
+                all.push(Call::ragged(kernel, last, [1, 1]));
+            }
+        }
+        all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
+        all
+    }
+}
+
+/// Splits of a group, and groups that are loaded at a time.
+const GROUP: usize = 16;
+
+/// Groups and sequences that one team has, that several have, and that a team comes to from another.
+fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
+    let kernel = Configuration::Decode(*it);
+    let split = (it.unit_tiles() * it.tile_keys) as usize;
+    let group = GROUP * split;
+    let call = |queries: Vec<usize>, keys: Vec<usize>, heads| {
+        let call = Call::ragged(kernel, Ragged::new(queries, keys).over(place), heads);
+        call.with(|it| it.with_mask(Mask::NONE))
+    };
+    let window =
+        |call: Call, left: usize| call.with(|it| it.with_mask(Mask::window(Some(left), Some(0))));
+    let long = 2 * group + 5 * split + 3;
+    let mut all = Vec::new();
+    // Groups of every number of splits, each split of another team, the last of them ragged.
+    for (few, many) in [(2, 11), (12, GROUP)] {
+        let keys: Vec<usize> = (few..=many).map(|splits| splits * split - splits % 7 * 4).collect();
+        let teams = (few..=many).sum::<usize>() as u32;
+        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(teams));
+    }
+    if it.running_parts() == 0 {
+        // Sequences of every number of groups, each of several teams: in registers each of them is
+        // folded by statements of its own.
+        let keys = (2..=GROUP).map(|groups| groups * group - groups % 5 * split);
+        let keys: Vec<usize> = keys.collect();
+        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
+    }
+    // Sequences of several groups: of one team; of teams that have whole groups, and parts of them.
+    for teams in [1, 2, 3, 5] {
+        let heads = it.rows as usize;
+        all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [heads, 1]).on(teams));
+    }
+    // Blocks of a team with other heads, other queries and none.
+    let several = |left| {
+        let keys = vec![group + 2, long, 2 * split + 5];
+        window(call(vec![5, 1, 2], keys, [8, 2]), left)
+    };
+    all.push(several(long).on(6));
+    all.push(several(long).on(30));
+    all.push(several(3 * split + 1).on(30));
+    // Windows that begin within a split of a later group.
+    for teams in [1, 3, 21] {
+        all.push(window(call(vec![2, 1], vec![long, group], [2, 1]).on(teams), 20 * split + 5));
+    }
+    // Parts whose maxima are far apart, whoever folds them.
+    for (weights, teams) in [
+        (Weights::Spikes, 1),
+        (Weights::Spikes, 2),
+        (Weights::Spikes, 40),
+        (Weights::Peaks, 1),
+        (Weights::Peaks, 2),
+        (Weights::Valley, 3),
+        (Weights::Turns(split), 1),
+        (Weights::Turns(split), 40),
+        (Weights::Turns(group), 1),
+        (Weights::Turns(group), 2),
+        (Weights::First(split), 1),
+        (Weights::First(split), 40),
+        (Weights::First(group), 1),
+        (Weights::First(group), 2),
+    ] {
+        let heads = it.rows as usize;
+        all.push(Call { weights, ..call(vec![1, 1], vec![long, split], [heads, 1]).on(teams) });
+    }
+    // More groups than are loaded at a time.
+    for (weights, heads) in [(Weights::Even, 1), (Weights::First(group), it.rows as usize)] {
+        let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).on(20);
+        all.push(Call { weights, ..many });
+    }
+    all
+}

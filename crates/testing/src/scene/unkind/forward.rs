@@ -1,0 +1,93 @@
+//! The forward kernel for Hopper, over batches of equal lengths.
+
+use flashcore::Mask;
+use kernels::{Configuration, Forward, MaskKind};
+
+use super::{Call, Weights, ends, turns};
+
+pub(super) fn calls(it: &Forward) -> Vec<Call> {
+    let kernel = Configuration::Forward(*it);
+    let (rows, block) = (it.query_rows() as usize, it.key_block as usize);
+    let stages = it.stages as usize;
+    let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    let mut all = vec![
+        // Several tiles for each block of threads, of one block of keys, whole and not.
+        call([rows, block - 12], [7, 1]),
+        call([rows / 2, block], [5, 5]),
+        // Of two, and of several in turn.
+        call([rows + 5, 2 * block], [3, 1]),
+        Call::new(kernel, 2, [rows + 5, 3 * block + 1], [2, 1]),
+        Call::new(kernel, 3, [rows + 5, block + 1], [6, 2]).on(5),
+        Call::new(kernel, 2, [rows + 5, block + 1], [1, 1]),
+        // Maxima that rise.
+        Call { weights: Weights::Valley, ..call([rows - 1, 4 * block], [3, 1]) },
+        Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [3, 1]) },
+        Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [3, 1]) },
+        // A block of threads more than there are tiles.
+        call([rows, 2 * block - 3], [1, 1]).on(3),
+    ];
+    if stages > 2 {
+        all.push(call([rows, stages * block - 3], [5, 1]));
+    }
+    all.extend(
+        turns(block)
+            .map(|of| Call { weights: Weights::Turns(of), ..call([rows - 1, 3 * block], [1, 1]) }),
+    );
+    all.push(Call { weights: Weights::Heavy, ..call([rows, 2], [3, 1]) });
+    if it.stream_k {
+        // Three blocks of threads have parts of a tile; one has the end of a tile and the begin of
+        // the next.
+        all.push(call([rows - 1, 10 * block - 3], [1, 1]).on(3));
+        all.push(Call { weights: Weights::Peaks, ..call([rows, 10 * block], [5, 1]).on(3) });
+    }
+    if it.rules.functions().next().is_some() {
+        // Every divisor in every part of the walk.
+        all.push(call([rows + 5, 2 * block], [7, 1]));
+        all.push(call([rows, 5 * block - 3], [7, 1]));
+    }
+    if it.takes_block_lists() {
+        // Lists of none, of one and of more, of heads and sequences.
+        all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
+        all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
+        // Blocks of threads beyond the last tile, where there is no list.
+        all.push(Call::new(kernel, 2, [rows, rows], [2, 1]).on(7));
+    }
+    if it.rules.mask != MaskKind::Dense {
+        // Rows that see nothing; more keys than queries.
+        all.push(call([rows + 20, block + 3], [2, 1]));
+        all.push(call([rows / 2 + 1, 5 * block], [2, 1]));
+        // A whole tile that sees nothing; the rows' edges at the edges of blocks, for the first tile of
+        // a block of threads and for later ones.
+        all.push(call([2 * rows + 20, block + 3], [2, 1]));
+        all.push(call([2 * rows + 20, block + 3], [2, 1]).on(8));
+        for (further, processors) in
+            [(0, 1), (0, 8), (1, 1), (1, 8), (block - 2, 1), (block - 2, 8)]
+        {
+            all.push(call([2 * rows, 2 * rows + further], [2, 1]).on(processors));
+        }
+        all.extend(
+            [Weights::Valley, Weights::Peaks]
+                .map(|weights| Call { weights, ..call([2 * rows, 2 * rows], [2, 1]) }),
+        );
+        if it.rules.mask == MaskKind::Local {
+            // Windows within a block, and at the edges of blocks.
+            let window = |left, right| Mask::window(Some(left), Some(right));
+            for mask in [window(5, 2), window(block - 1, 0), window(block, 1), window(1, block)] {
+                all.push(call([rows + 9, 4 * block], [3, 1]).with(|it| it.with_mask(mask)));
+                for processors in [1, 8] {
+                    let even = call([2 * rows, 2 * rows], [2, 1]).on(processors);
+                    all.push(even.with(|it| it.with_mask(mask)));
+                }
+            }
+        }
+    } else {
+        // The last keys weigh more than others. By a list, the last queries see them.
+        let (listed, few) = (it.takes_block_lists(), rows / 2);
+        let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [3, 1]) };
+        all.extend(ends(block).map(|keys| {
+            let (lengths, heads) = shape(keys);
+            Call { weights: Weights::Valley, ..call(lengths, heads) }
+        }));
+    }
+    all
+}
