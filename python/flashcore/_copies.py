@@ -135,8 +135,15 @@ def _check_writable(name: str, tensor: Any) -> None:
     if not getattr(getattr(tensor, "flags", None), "writeable", True):
         raise ValueError(f"{name} is read-only, expected an array that can be written")
     steps = tensor.stride() if _is_torch(tensor) else getattr(tensor, "strides", ())
-    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, steps)) and 0 not in tensor.shape:
-        raise ValueError(f"{name} has elements that share memory, expected one place for each")
+    if 0 in tensor.shape:
+        return
+    # In elements for PyTorch, in bytes for NumPy.
+    within = 1 if _is_torch(tensor) else tensor.dtype.itemsize
+    for step, size in sorted((abs(step), size) for size, step in zip(tensor.shape, steps) if size > 1):
+        # A step that is shorter than all that lies within it leads to an element that was there before.
+        if step < within:
+            raise ValueError(f"{name} has elements that share memory, expected one place for each")
+        within += (size - 1) * step
 
 
 def _is_odd(tensor: Any) -> bool:

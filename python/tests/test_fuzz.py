@@ -1018,6 +1018,9 @@ def test_packed_tensors_and_their_lists_have_the_names_of_the_call():
             call(*given)
     with pytest.raises(ValueError, match="cu_seqlens gives sequence 0 5 queries, expected at most max_seqlen=3"):
         call(qkv, starts, 3)
+    # Beyond the rows that there are, whatever max_seqlen is: it is cut to them.
+    with pytest.raises(ValueError, match=f"cu_seqlens ends at {len(qkv) + 1}, expected at most the {len(qkv)} rows of qkv"):
+        call(qkv, np.array([0, len(qkv) + 1], np.int32), len(qkv) + 1)
     with pytest.raises(TypeError, match="qkv is a .*memoryview.* expected a tensor"):
         flashcore.flash_attn_qkvpacked_func(memoryview(floats(1, 5, 3, 2, 16)))
 
@@ -1051,6 +1054,13 @@ def test_what_is_written_is_a_place_for_each_element(dim):
     with pytest.raises(ValueError, match="v_cache has elements that share memory"):
         shared = cache[:, :1].expand(1, 8, 2, dim)
         flashcore.flash_attn_with_kvcache(rows, cache, shared, rows, rows, cache_seqlens=2)
+    # Vectors of heads that overlap by half; those of slices and of other orders do not.
+    overlapping = torch.zeros(4 * cache.numel()).as_strided(cache.shape, (16 * dim, 2 * dim, dim // 2, 1))
+    with pytest.raises(ValueError, match="v_cache has elements that share memory"):
+        flashcore.flash_attn_with_kvcache(rows, cache, overlapping, rows, rows, cache_seqlens=2)
+    for apart in (torch.zeros(2, *cache.shape).unbind(0)[1], cache.transpose(1, 2).contiguous().transpose(1, 2), cache[:, ::2]):
+        flashcore.flash_attn_with_kvcache(rows, apart.clone(), apart, rows, rows, cache_seqlens=2)
+        assert torch.equal(apart[:, 2], rows[:, 0])
     for odd in (torch._neg_view(cache), torch._efficientzerotensor(cache.shape)):
         with pytest.raises(TypeError, match="v_cache stands for other numbers than its memory has"):
             flashcore.flash_attn_with_kvcache(rows, cache, odd, rows, rows, cache_seqlens=2)

@@ -158,8 +158,7 @@ impl<'py> Library<'py> {
                 memory
             }
         };
-        let mut steps = memory.sizes().iter().zip(memory.strides());
-        if steps.any(|(size, stride)| *size > 1 && *stride == 0) && !memory.sizes().contains(&0) {
+        if memory.shares_elements() {
             return Err(PyValueError::new_err(format!(
                 "{name} has elements that share memory, expected one place for each"
             )));

@@ -167,6 +167,25 @@ impl Memory {
         })
     }
 
+    /// Whether elements may share memory: a step is no longer than all that lies within it. Steps that
+    /// pass each other without meeting, which no slice of a tensor has, are taken for such too.
+    pub(crate) fn shares_elements(&self) -> bool {
+        if self.sizes().contains(&0) {
+            return false;
+        }
+        let mut steps = [(0, 1); MOST_DIMENSIONS];
+        for (step, axis) in steps.iter_mut().zip(0..self.dimensions) {
+            *step = (self.strides[axis].saturating_abs(), self.sizes[axis]);
+        }
+        steps.sort_unstable();
+        let mut within = 1_i64;
+        steps.iter().filter(|(_, size)| *size > 1).any(|(stride, size)| {
+            let shares = *stride < within;
+            within = within.saturating_add((size - 1).saturating_mul(*stride));
+            shares
+        })
+    }
+
     /// The first rows of a table, which may have more.
     pub(crate) fn first_rows(mut self, count: i64) -> Memory {
         if self.dimensions == 2 {

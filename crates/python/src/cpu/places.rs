@@ -39,6 +39,15 @@ impl Rows<'_> {
                     pair[0], pair[1]
                 )));
             }
+        }
+        let end = starts.last().map_or(0, |end| (*end).max(0) as usize);
+        if end > rows {
+            return Err(PyValueError::new_err(format!(
+                "{starts_name} ends at {end}, expected at most the {rows} rows of {}",
+                self.name
+            )));
+        }
+        for (sequence, pair) in starts.windows(2).enumerate() {
             if (pair[1] - pair[0]) as usize > most {
                 return Err(PyValueError::new_err(format!(
                     "{starts_name} gives sequence {sequence} {} {what}, expected at most \
@@ -48,12 +57,6 @@ impl Rows<'_> {
             }
         }
         let starts = collect(starts.into_iter().map(|start| Ok(start.max(0) as usize)))?;
-        if let Some(last) = starts.last().filter(|last| **last > rows) {
-            return Err(PyValueError::new_err(format!(
-                "{starts_name} ends at {last}, expected at most the {rows} rows of {}",
-                self.name
-            )));
-        }
         let placement = Placement::packed(starts);
         Ok(match lengths {
             None => placement,
