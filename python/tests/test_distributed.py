@@ -131,7 +131,9 @@ def decoding_over_a_spread_cache(group):
     k_cache, v_cache = torch.empty(2, batch, own, key_heads, dim)
     # A prompt, one position after the other, and several at once: fewer than a block, and many.
     counts = (40, 1, 1, 1, 2, 7, 1, 25)
-    for window_size, paged in (((-1, -1), False), ((10, 0), False), ((-1, -1), True), ((10, 0), True)):
+    sinks = {"s_aux": random(heads)}
+    rules = ({}, sinks, {"window_size": (10, 0)}, {"attention_chunk": 16, **sinks}, {"attention_chunk": 7, "window_size": (5, 0)})
+    for rules, paged in ((it, paged) for it in rules for paged in (False, True)):
         # Pages that end within a block.
         pages, table = in_pages(k_cache, 4, torch.Generator().manual_seed(rank)) if paged else (None, None)
         keys, values = (pages, pages.clone()) if paged else (k_cache.fill_(float("nan")), v_cache.fill_(float("nan")))
@@ -144,9 +146,9 @@ def decoding_over_a_spread_cache(group):
             # Sequences of different lengths: those of others end before, one perhaps before its first query.
             seen = lengths - torch.tensor([0, 1, 38], dtype=torch.int32)
             q = random(batch, new, heads, dim)
-            out, lse = decode(q, keys, values, seen, group, window_size=window_size, return_lse=True, **where)
+            out, lse = decode(q, keys, values, seen, group, return_lse=True, **where, **rules)
             expected, sums, *_ = flash_attn_with_kvcache(
-                q, whole_k, whole_v, cache_seqlens=seen, causal=True, window_size=window_size, return_softmax_lse=True
+                q, whole_k, whole_v, cache_seqlens=seen, causal=True, return_softmax_lse=True, **rules
             )
             distributed_cases.near("out", out, expected, 1e-5)
             assert torch.equal(lse.isinf(), sums.isinf())
@@ -383,6 +385,8 @@ CACHE, ROWS, TABLE = (2, 5, 2, 16), (2, 6, 2, 16), torch.zeros(2, 2, dtype=torch
         (decode, "page_table is .*, expected int32 of shape", {"page_table": TABLE.float()}),
         (decode, r"q has shape \[2, 0, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(2, 0, 4, 16)}),
         (decode, r"q has shape \[3, 1, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(3, 1, 4, 16)}),
+        (decode, "s_aux is torch.float32 of shape .*, expected a tensor of 4 numbers", {"s_aux": torch.zeros(3)}),
+        (decode, "attention_chunk=-1, expected no negative number", {"attention_chunk": -1}),
         (append, r"k has shape \[6, 2, 16\] and v .* expected rows of 2 sequences", {"k": torch.zeros(ROWS[1:])}),
         (append, r"k has shape \[2, 6, 2, 16\] and v \[2, 5", {"v": torch.zeros(CACHE)}),
         (append, "k_cache has room for 5 rows, expected 6", {}),

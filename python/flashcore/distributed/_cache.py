@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._arguments import window
+from .._arguments import whole, window
 from .._serving import _append, flash_attn_combine, flash_attn_with_kvcache
 from ._transport import transport
 
@@ -61,7 +61,7 @@ def append(
         needed = int(last.max()) if batch else 0
         if needed > room:
             raise ValueError(f"k_cache has room for {room} rows, expected {needed}")
-    # Memory for as many rows as could be new, whatever the lengths, which are on the device.
+    # The most rows that this rank can get, whatever the lengths, which are on the device.
     turns, rest = divmod(new, moves.size * block)
     most = turns * block + min(rest, block)
     if not batch * most:
@@ -71,10 +71,10 @@ def append(
     sequence = torch.searchsorted(starts[1:], slot, right=True).clamp(max=batch - 1)
     row = first[sequence] + slot - starts[sequence]
     index = row // block * moves.size * block + moves.rank * block + row % block - lengths[sequence]
-    # Behind the last new row anything does.
+    # Rows behind the last new one are not read.
     index = index.clamp(0, new - 1)
     k, v = (given[sequence, index].to(cache.dtype) for cache, given in ((k_cache, k), (v_cache, v)))
-    # Nothing is rotated, but some queries have to be there, in no integers.
+    # Queries are required, and unused without rotary embeddings; they cannot be integers.
     dtype = torch.bfloat16 if k.dtype.itemsize == 1 else k.dtype
     queries = torch.empty(batch, 1, *k_cache.shape[2:], dtype=dtype, device=k.device)
     lists = (first.int(), starts.int(), None, None, page_table)
@@ -93,6 +93,8 @@ def decode(
     window_size: Any = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
+    s_aux: Any = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of the last positions of each sequence over all keys up to their own: one, or several as in
@@ -107,6 +109,8 @@ def decode(
         cache_seqlens: (batch,) how many positions whole sequences have, the new ones among them. A query before
             the first position sees nothing.
         window_size: Keys before a position that are seen, and whatever comes second.
+        attention_chunk: Positions come in chunks of so many, and one sees keys of its own chunk only, unless it is 0.
+        s_aux: (heads,) a sink for each head, the same on all ranks.
 
     Returns:
         (batch, new, heads, value head dim) like ``q``, the same on all ranks bit for bit; with
@@ -118,20 +122,27 @@ def decode(
         raise ValueError(
             f"q has shape {list(q.shape)}, expected (batch, new, heads, head dim) of {cache_seqlens.shape[0]} sequences"
         )
-    batch, new = q.shape[:2]
+    batch, new, heads = q.shape[:3]
+    # Only one rank uses them; all check them, or the others would wait for the one that raises.
+    are_sinks = isinstance(s_aux, torch.Tensor) and s_aux.shape == (heads,) and s_aux.is_floating_point()
+    if s_aux is not None and not are_sinks:
+        raise ValueError(f"s_aux is {_shown(s_aux)}, expected a tensor of {heads} numbers, one for each head")
+    left, chunk = window(window_size)[0], whole("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk={chunk}, expected no negative number")
     lengths = cache_seqlens.long()[:, None]
 
     def own(positions: Any) -> Any:
         return _rows(moves.rank, moves.size, block, positions.clamp(min=0)).int()
 
-    def attend(seen: Any, hidden: Any) -> tuple[Any, Any]:
-        """All queries of a sequence over the same rows, or each over its own: up to ``seen``, without ``hidden``."""
+    def attend(seen: Any, hidden: Any, sinks: Any) -> tuple[Any, Any]:
+        """Attends to the rows from ``hidden`` up to ``seen``, which are per sequence or per query."""
         each = seen.shape[1]
         table, entries = page_table, None
         if each > 1 and table is None:
             entries = torch.arange(batch, dtype=torch.int32, device=q.device).repeat_interleave(each)
         elif each > 1:
-            table = table[:batch].repeat_interleave(each, 0)
+            table = table.repeat_interleave(each, 0)
         out, lse, *_ = flash_attn_with_kvcache(
             q.reshape(batch * each, new // each, *q.shape[2:]),
             k_cache,
@@ -142,22 +153,26 @@ def decode(
             page_table=table,
             softmax_scale=softmax_scale,
             softcap=softcap,
+            s_aux=sinks,
             return_softmax_lse=True,
         )
         # As `flash_attn_combine` has them: (batch, new, heads).
-        return out.view(batch, new, *out.shape[2:]), lse.transpose(1, 2).reshape(batch, new, q.shape[2])
+        return out.view(batch, new, *out.shape[2:]), lse.transpose(1, 2).reshape(batch, new, heads)
 
-    # A rank's rows are not one after the other in the sequence: what a query sees of them is no mask.
+    # A rank's rows are not contiguous in the sequence, so what queries see of them is not a causal mask or a window.
     position = lengths - new + torch.arange(new, device=lengths.device)
-    left = window(window_size)[0]
-    if left >= 0:
-        out, lse = attend(own(position + 1), own(position - left))
+    # A sink is one score of the whole row, so only one part may have it.
+    sinks = s_aux if moves.rank == 0 else None
+    if left >= 0 or chunk > 0:
+        first = position - left if left >= 0 else torch.zeros_like(position)
+        first = torch.maximum(first, position // chunk * chunk) if chunk > 0 else first
+        out, lse = attend(own(position + 1), own(first), sinks)
     elif new == 1:
-        out, lse = attend(own(lengths), None)
+        out, lse = attend(own(lengths), None, sinks)
     else:
-        # All see the rows from before; of the new ones, which are few, each sees those up to its own.
+        # All queries see the rows from before; each sees the new rows, which are few, up to its own.
         before = own(lengths - new)
-        outs, sums = map(torch.stack, zip(attend(before, None), attend(own(position + 1), before)))
+        outs, sums = map(torch.stack, zip(attend(before, None, sinks), attend(own(position + 1), before, None)))
         out, lse = flash_attn_combine(outs, sums, out_dtype=torch.float32)
     # Pairs of numbers are read together: each rank's part begins at an even place.
     sizes = (out.numel(), lse.numel() + lse.numel() % 2)
@@ -174,7 +189,7 @@ def decode(
 
 
 def _check(k_cache: Any, cache_seqlens: Any, page_table: Any, block: int) -> int:
-    """How many own rows a sequence has room for; an error where arguments do not go together."""
+    """Checks the arguments, and returns how many of its rows of a sequence this rank has room for."""
     if block < 1:
         raise ValueError(f"block={block}, expected one position at least")
     if k_cache.dim() != 4:
@@ -190,5 +205,5 @@ def _check(k_cache: Any, cache_seqlens: Any, page_table: Any, block: int) -> int
 
 
 def _shown(given: Any) -> str:
-    """What was given, without a look at what is on a device."""
+    """Describes an argument without reading from a device."""
     return f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
