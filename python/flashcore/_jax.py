@@ -81,7 +81,7 @@ def _primal(call: _Call, *arrays: Any) -> Any:
 
 
 def _saved(call: _Call, *arrays: Any) -> Any:
-    out, sums = _run(call._replace(lse=True), _FORWARD, *arrays)
+    out, sums = _once(call._replace(lse=True), _FORWARD, *arrays)
     return (out, sums) if call.lse else (out,), (arrays, out, sums)
 
 
@@ -94,7 +94,7 @@ def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
     if any(given[at].size == 0 for at in (0, 1, 2)):
         found: Any = [jnp.zeros_like(given[at]) for at in wanted]
     else:
-        found = _run(call, _BACKWARD, *arrays, out, sums, cotangents[0])
+        found = _once(call, _BACKWARD, *arrays, out, sums, cotangents[0])
     gradients = dict(zip(wanted, found))
     return tuple(gradients.get(at) for at in call.places)
 
@@ -139,6 +139,15 @@ def _run(call: _Call, target: str, *arrays: Any) -> Any:
     mapped = jax.custom_batching.custom_vmap(run)
     mapped.def_vmap(many)
     return mapped(*arrays)
+
+
+def _refuse_second(call: _Call, target: str, saved: Any, cotangents: Any) -> Any:
+    raise NotImplementedError("FlashCore has no second derivatives: the gradients of attention cannot be differentiated")
+
+
+# The calls that make up a derivative.
+_once = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
+_once.defvjp(lambda *given: (_run(*given), None), _refuse_second)
 
 
 def _launch(call: _Call, target: str, *arrays: Any) -> Any:

@@ -141,6 +141,13 @@ def test_a_cache_and_pytorchs_function():
     close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
 
 
+def test_second_derivatives_are_refused():
+    (q,) = random((1, 3, 2, 8))
+    gradient = jax.grad(lambda q: (flash_attn_func(q, q, q) ** 2).sum())
+    with pytest.raises(NotImplementedError, match="FlashCore has no second derivatives"):
+        jax.jit(jax.grad(lambda q: gradient(q).sum()))(q)
+
+
 def test_16_bits_and_odd_head_dims():
     arrays = random((1, 5, 2, 12), (1, 5, 2, 12), (1, 5, 2, 12), dtype=jnp.bfloat16)
     flashcore._copies._told.clear()
