@@ -18,9 +18,11 @@ def attend(
     rules: tuple[Any, ...] | None = None,
 ) -> Any:
     """Output, or output and log-sum-exps, of the kind that the queries are."""
-    if _is_traced(tensors):
+    if _is_for_xla(tensors):
         if rules is not None:
-            raise NotImplementedError("masks and scores as functions are not supported inside of JAX's transformations")
+            raise NotImplementedError(
+                "masks and scores as functions are not supported inside of JAX's transformations and over several devices"
+            )
         from . import _jax
 
         return _jax.attend(tensors, numbers, function, lse, deterministic)
@@ -152,10 +154,14 @@ class _Exchange:
         return array
 
 
-def _is_traced(arrays: tuple[Any, ...]) -> bool:
-    """Whether some arrays are JAX's inside of a transformation, which have no memory."""
+def _is_for_xla(arrays: tuple[Any, ...]) -> bool:
+    """Returns whether some arrays are JAX's tracers, which have no memory, or lie on several devices, which DLPack
+    cannot express."""
     jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return jax is not None and any(
+        isinstance(array, jax.Array) and (isinstance(array, jax.core.Tracer) or array.sharding.num_devices > 1)
+        for array in arrays
+    )
 
 
 def _library(array: Any) -> str:

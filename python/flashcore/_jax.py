@@ -2,11 +2,13 @@
 
 There an array has a shape and no memory. A call is checked from the shapes while JAX traces it, and
 becomes one custom call of the compiled program, which XLA makes with the buffers: on the CPU, or on the
-stream of a GPU. Arrays that are in memory go by DLPack and not through here.
+stream of a GPU. Arrays that are in the memory of one device go by DLPack and not through here.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _flashcore
+from ._jax_sharding import OUTER, explicit, over_devices, sizes_of
 
 # Named after the package, of which a process may have two: one may be from a hub.
 _FORWARD, _BACKWARD = (f"{__package__}_{name}" for name in ("attention", "attention_backward"))
@@ -21,8 +24,8 @@ for _name, _target in ((_FORWARD, "attention"), (_BACKWARD, "attention_backward"
     for _platform in ("cpu", "CUDA"):
         jax.ffi.register_ffi_target(_name, _flashcore.xla_target(_target, _platform), platform=_platform)
 
-# Where sinks, pages and the output's memory are among the tensors.
-_PAGES, _SINKS, _OUT = 9, 11, 15
+# Where lists, pages, slopes, sinks, factors and the output's memory are among the tensors.
+_STARTS, _ENTRIES, _PAGES, _SLOPES, _SINKS, _FACTORS, _OUT = (3, 4), 8, 9, 10, 11, (12, 13, 14), 15
 _HEADS_FIRST = "scaled_dot_product_attention"
 
 
@@ -36,8 +39,8 @@ class _Call(NamedTuple):
     places: tuple[int, ...]
     # XLA's attributes, by name.
     numbers: tuple[tuple[str, Any], ...]
-    output: tuple[tuple[int, ...], str]
-    sums: tuple[int, ...]
+    # The element type of the output.
+    dtype: str
 
 
 def attend(
@@ -51,10 +54,18 @@ def attend(
     described: list[Any] = [None] * len(tensors)
     for at, array in zip(places, arrays):
         described[at] = (array.dtype.name, tuple(array.shape), None, 0)
-    found, (shape, dtype, sums) = _flashcore.xla_call(tuple(described), numbers, function)
+    found, dtype = _flashcore.xla_call(tuple(described), numbers, function)
     attributes = tuple(sorted((name, _attribute(value)) for name, value in found.items()))
-    call = _Call(function, bool(deterministic), bool(lse), places, attributes, (tuple(shape), dtype), tuple(sums))
-    result = _attention(call, *arrays)
+    call = _Call(function, bool(deterministic), bool(lse), places, attributes, dtype)
+    if _PAGES in places:
+        # A table may have more rows than there are sequences.
+        sequences = arrays[places.index(3)].shape[0] - 1 if 3 in places else arrays[0].shape[0]
+        arrays[places.index(_PAGES)] = arrays[places.index(_PAGES)][:sequences]
+    names, answers = _dimensions(call, _FORWARD, [array.shape for array in arrays])
+    run = functools.partial(_attention, call)
+    if (specs := explicit(names[0], arrays[0], answers)) is not None:
+        run = jax.sharding.auto_axes(run, out_sharding=tuple(specs))
+    result = run(*arrays)
     return (result[0], jax.lax.stop_gradient(result[1])) if lse else result[0]
 
 
@@ -66,17 +77,12 @@ def _attribute(value: Any) -> Any:
 
 
 def _primal(call: _Call, *arrays: Any) -> Any:
-    return _forward(call, call.lse, arrays)
+    return _run(call, _FORWARD, *arrays)
 
 
 def _saved(call: _Call, *arrays: Any) -> Any:
-    out, sums = _forward(call, True, arrays)
+    out, sums = _once(call._replace(lse=True), _FORWARD, *arrays)
     return (out, sums) if call.lse else (out,), (arrays, out, sums)
-
-
-def _forward(call: _Call, lse: bool, arrays: tuple[Any, ...]) -> Any:
-    results = [call.output, (call.sums, "float32")] if lse else [call.output]
-    return tuple(_run(call, _FORWARD, results, arrays))
 
 
 def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
@@ -84,19 +90,11 @@ def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
     arrays, out, sums = saved
     given = dict(zip(call.places, arrays))
     _refuse(call, given)
-    wanted = [at for at in (0, 1, 2, _SINKS) if at in given]
+    wanted = _differentiated(call)
     if any(given[at].size == 0 for at in (0, 1, 2)):
         found: Any = [jnp.zeros_like(given[at]) for at in wanted]
     else:
-        of = [given[at] for at in wanted]
-        results = [(array.shape, array.dtype) for array in of]
-        inputs = (*arrays, out, sums, cotangents[0])
-        aliases = None
-        if _is_partial(call, given):
-            # What the kernels do not write is zero.
-            aliases = {len(inputs) + at: at for at in range(len(of))}
-            inputs = (*inputs, *(jnp.zeros_like(array) for array in of))
-        found = _run(call, _BACKWARD, results, inputs, aliases, deterministic=call.deterministic)
+        found = _once(call, _BACKWARD, *arrays, out, sums, cotangents[0])
     gradients = dict(zip(wanted, found))
     return tuple(gradients.get(at) for at in call.places)
 
@@ -105,17 +103,128 @@ _attention = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _attention.defvjp(_saved, _gradients)
 
 
-def _run(
-    call: _Call, target: str, results: Any, arrays: Any, aliases: dict[int, int] | None = None, **more: Any
-) -> list[Any]:
-    """Results of these shapes and element types, by a target of ours."""
-    # Where tensors alone make the call, `vmap` adds dimensions in front of the batch's, and the handlers
-    # fold them. Lists are those of one call.
-    method = "broadcast_all" if call.places == (0, 1, 2) else "sequential"
-    results = [jax.ShapeDtypeStruct(*result) for result in results]
-    made = jax.ffi.ffi_call(target, results, vmap_method=method, input_output_aliases=aliases)
-    arrays = _alike(arrays)
-    return _alike(made(*arrays, function=call.function, **dict(call.numbers), **more), _varying(arrays[0]))
+def _differentiated(call: _Call) -> list[int]:
+    """Returns the places of the tensors that have gradients."""
+    return [at for at in (0, 1, 2, _SINKS) if at in call.places]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(call: _Call, target: str, *arrays: Any) -> Any:
+    """Runs one of our targets on the devices of the arrays and returns its results."""
+
+    def run(*arrays: Any) -> Any:
+        # Not partitioned: a device's own arrays inside of `shard_map`, empty arrays, and programs for GSPMD, which
+        # would need other rules than Shardy.
+        alone = jax.sharding.get_abstract_mesh().manual_axes or not all(array.size for array in arrays)
+        alone = alone or not getattr(jax.config, "jax_use_shardy_partitioner", True)
+        return (_launch if alone else _over_devices)(call, target, *arrays)
+
+    def many(size: int, is_mapped: list[bool], *arrays: Any) -> Any:
+        if call.places == (0, 1, 2):
+            # The handlers fold leading dimensions into the batch.
+            arrays = tuple(
+                array if mapped else jnp.broadcast_to(array, (size, *array.shape))
+                for array, mapped in zip(arrays, is_mapped)
+            )
+            found = _run(call, target, *arrays)
+        else:
+            # The lists are those of one call: one call after the other.
+            def once(given: list[Any]) -> Any:
+                of = iter(given)
+                return _run(call, target, *(next(of) if it else array for array, it in zip(arrays, is_mapped)))
+
+            found = jax.lax.map(once, [array for array, it in zip(arrays, is_mapped) if it])
+        return found, (True,) * len(found)
+
+    mapped = jax.custom_batching.custom_vmap(run)
+    mapped.def_vmap(many)
+    return mapped(*arrays)
+
+
+def _refuse_second(call: _Call, target: str, saved: Any, cotangents: Any) -> Any:
+    raise NotImplementedError("FlashCore has no second derivatives: the gradients of attention cannot be differentiated")
+
+
+# The calls that make up a derivative.
+_once = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
+_once.defvjp(lambda *given: (_run(*given), None), _refuse_second)
+
+
+def _launch(call: _Call, target: str, *arrays: Any) -> Any:
+    """Calls one of our targets with the arrays of one device and returns its results."""
+    given = [array.shape for array in arrays]
+    names, answers = _dimensions(call, target, given)
+    sizes = sizes_of(names, given)
+    shapes = [tuple(sizes[name] for name in its) for its in answers]
+    inputs, aliases, more = _alike(arrays), None, {}
+    if target == _FORWARD:
+        dtypes = [call.dtype, "float32"]
+    else:
+        dtypes = [arrays[call.places.index(at)].dtype for at in _differentiated(call)]
+        more = {"deterministic": call.deterministic}
+        if _is_partial(call, *arrays[:2]):
+            # What the kernels do not write is zero.
+            aliases = {len(inputs) + at: at for at in range(len(shapes))}
+            inputs = _alike([*inputs, *map(jnp.zeros, shapes, dtypes)])
+    results = [jax.ShapeDtypeStruct(*it) for it in zip(shapes, dtypes)]
+    made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    found = made(*inputs, function=call.function, **dict(call.numbers), **more)
+    return tuple(_alike(found, _varying(inputs[0])))
+
+
+def _dimensions(call: _Call, target: str, shapes: list[tuple[int, ...]]) -> tuple[list[Any], list[Any]]:
+    """Returns the names of the dimensions of the arrays and of the results. Dimensions of the same name have the
+    same size; those that nothing else shares are numbered."""
+    packed = [at in call.places for at in _STARTS]
+    batch = "entries" if any(packed) else "batch"
+    # Pages, and cache entries chosen by index, may belong to any sequence.
+    cache = "cache" if any(at in call.places for at in (_ENTRIES, _PAGES)) else batch
+    heads_first = call.function == _HEADS_FIRST
+
+    def rows(first: str, length: str, heads: str, dim: str, is_packed: bool) -> tuple[str, ...]:
+        if is_packed:
+            return length, heads, dim
+        return (first, heads, length, dim) if heads_first else (first, length, heads, dim)
+
+    query, out = (rows(batch, "queries", "heads", dim, packed[0]) for dim in ("dim", "value_dim"))
+    key, value = (rows(cache, "keys", "key_heads", dim, packed[1]) for dim in ("dim", "value_dim"))
+    sums = ("heads", "queries") if packed[0] else (batch, "heads", "queries")
+    known = {0: query, 1: key, 2: value}
+    names = []
+    for at, shape in zip(call.places, shapes):
+        if at in _STARTS:
+            its: tuple[str, ...] = ("",)
+        elif at == _SINKS:
+            its = ("heads",)
+        elif at == _SLOPES:
+            its = (batch, "heads")[-len(shape) :]
+        elif at == _PAGES:
+            its = (batch, "")
+        elif at in _FACTORS:
+            its = _factors(shape, shapes[1], key, batch)
+        else:
+            its = known.get(at, (batch,))
+        names.append(its)
+    if target == _FORWARD:
+        answers = [out, sums] if call.lse else [out]
+    else:
+        answers = [names[call.places.index(at)] for at in _differentiated(call)]
+        names += [out, sums, out]
+    outer = tuple(f"{OUTER}{at}" for at in range(len(shapes[0]) - len(query)))
+    unnamed = (f"list{at}" for at in itertools.count())
+    names = [(*outer, *(name or next(unnamed) for name in its)) for its in names]
+    return names, [(*outer, *its) for its in answers]
+
+
+def _factors(shape: tuple[int, ...], keys: tuple[int, ...], key: tuple[str, ...], batch: str) -> tuple[str, ...]:
+    """Returns the names of the dimensions of 8-bit tensors' factors: one number, or one per key head, and also per
+    sequence or per token."""
+    if len(shape) < 2:
+        return ("key_heads",) if shape == (keys[key.index("key_heads")],) else ("",) * len(shape)
+    return ("", "key_heads") if len(key) == 3 else (batch, "key_heads") if len(shape) == 2 else key[:3]
+
+
+_over_devices = over_devices(_launch, _dimensions)
 
 
 def _refuse(call: _Call, given: dict[int, Any]) -> None:
@@ -132,12 +241,12 @@ def _refuse(call: _Call, given: dict[int, Any]) -> None:
             )
 
 
-def _is_partial(call: _Call, given: dict[int, Any]) -> bool:
+def _is_partial(call: _Call, query: Any, key: Any) -> bool:
     """Whether there are rows of no sequence, or keys behind the last query's."""
-    if any(at in given for at in (3, 4, 5, 6)):
+    if any(at in call.places for at in (3, 4, 5, 6)):
         return True
     causal = dict(call.numbers)["causal"]
-    return bool(causal and call.function == _HEADS_FIRST and given[1].shape[2] > given[0].shape[2])
+    return bool(causal and call.function == _HEADS_FIRST and key.shape[-2] > query.shape[-2])
 
 
 def _varying(array: Any) -> Any:

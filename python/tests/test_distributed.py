@@ -113,6 +113,14 @@ def a_rank_whose_output_nobody_uses_gives_its_part(group):
         distributed_cases.near("gradient", leaf.grad, shard(gradient, group), 2e-5)
 
 
+def in_pages(cache, size, generator):
+    """A cache in pages of so many rows, in any order, with some that nobody has; and its table."""
+    batch, rows = cache.shape[:2]
+    count = -(-rows // size)
+    table = torch.randperm(batch * count + 3, generator=generator, dtype=torch.int32)[: batch * count].view(batch, count)
+    return torch.full((batch * count + 3, size, *cache.shape[2:]), float("nan")), table
+
+
 def decoding_over_a_spread_cache(group):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     block, batch, heads, key_heads, dim, room = 3, 3, 4, 2, 16, 90
@@ -120,41 +128,52 @@ def decoding_over_a_spread_cache(group):
     random = lambda *shape: torch.randn(*shape, generator=generator)
     whole_k, whole_v = random(batch, room, key_heads, dim), random(batch, room, key_heads, dim)
     own = -(-room // (size * block)) * block
-    k_cache, v_cache = torch.full((2, batch, own, key_heads, dim), float("nan"))
-    lengths = torch.zeros(batch, dtype=torch.int32)
-    # A prompt, none, and then one position after the other.
-    counts = [torch.tensor([40, 40, 40]), *[torch.ones(batch, dtype=torch.int64)] * 7]
-    for window_size in ((-1, -1), (10, 0)):
-        k_cache.fill_(float("nan"))
-        lengths.zero_()
-        for new in (int(it[0]) for it in counts):
+    k_cache, v_cache = torch.empty(2, batch, own, key_heads, dim)
+    # A prompt, one position after the other, and several at once: fewer than a block, and many.
+    counts = (40, 1, 1, 1, 2, 7, 1, 25)
+    sinks = {"s_aux": random(heads)}
+    rules = ({}, sinks, {"window_size": (10, 0)}, {"attention_chunk": 16, **sinks}, {"attention_chunk": 7, "window_size": (5, 0)})
+    for rules, paged in ((it, paged) for it in rules for paged in (False, True)):
+        # Pages that end within a block.
+        pages, table = in_pages(k_cache, 4, torch.Generator().manual_seed(rank)) if paged else (None, None)
+        keys, values = (pages, pages.clone()) if paged else (k_cache.fill_(float("nan")), v_cache.fill_(float("nan")))
+        where = {"block": block, "page_table": table}
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        for new in counts:
             at = int(lengths[0])
-            append(k_cache, v_cache, whole_k[:, at : at + new], whole_v[:, at : at + new], lengths, group, block=block)
+            append(keys, values, whole_k[:, at : at + new], whole_v[:, at : at + new], lengths, group, **where)
             lengths += new
-            # Sequences of different lengths: those of others end before.
+            # Sequences of different lengths: those of others end before, one perhaps before its first query.
             seen = lengths - torch.tensor([0, 1, 38], dtype=torch.int32)
-            q = random(batch, 1, heads, dim)
-            out, lse = decode(
-                q, k_cache, v_cache, seen, group, block=block, window_size=window_size, return_lse=True
-            )
+            q = random(batch, new, heads, dim)
+            out, lse = decode(q, keys, values, seen, group, return_lse=True, **where, **rules)
             expected, sums, *_ = flash_attn_with_kvcache(
-                q, whole_k, whole_v, cache_seqlens=seen, causal=True, window_size=window_size, return_softmax_lse=True
+                q, whole_k, whole_v, cache_seqlens=seen, causal=True, return_softmax_lse=True, **rules
             )
             distributed_cases.near("out", out, expected, 1e-5)
-            distributed_cases.near("lse", lse, sums, 1e-5)
-    # Lengths that differ: the rows of each are those that it owns.
-    k_cache.fill_(-1)
+            assert torch.equal(lse.isinf(), sums.isinf())
+            distributed_cases.near("lse", lse.masked_fill(lse.isinf(), 0), sums.masked_fill(sums.isinf(), 0), 1e-5)
+            # The same on all ranks, bit for bit.
+            every = [torch.empty_like(out) for _ in range(size)]
+            dist.all_gather(every, out, group=group)
+            assert all(torch.equal(out, it) for it in every)
+    # Lengths that differ: the rows of each are those that it owns, and others stay what they are.
     lengths = torch.tensor([0, 5, 7], dtype=torch.int32)
-    append(k_cache, v_cache, whole_k[:, :20], whole_v[:, :20], lengths, group, block=block)
-    for sequence in range(batch):
-        expected = torch.full_like(k_cache[sequence], -1)
-        rows = 0
-        for position in range(int(lengths[sequence]) + 20):
-            if position // block % size == rank:
-                if position >= lengths[sequence]:
-                    expected[rows] = whole_k[sequence, position - int(lengths[sequence])]
-                rows += 1
-        assert torch.equal(k_cache[sequence], expected)
+    pages, table = in_pages(k_cache, 4, torch.Generator().manual_seed(rank))
+    for paged, cache in ((False, k_cache), (True, pages)):
+        cache.fill_(-1)
+        tables = table if paged else None
+        append(cache, cache.clone(), whole_k[:, :20], whole_v[:, :20], lengths, group, block=block, page_table=tables)
+        expected = torch.full_like(cache, -1)
+        for sequence in range(batch):
+            rows = 0
+            for position in range(int(lengths[sequence]) + 20):
+                if position // block % size == rank:
+                    place = (sequence, rows) if not paged else (int(table[sequence, rows // 4]), rows % 4)
+                    if position >= lengths[sequence]:
+                        expected[place] = whole_k[sequence, position - int(lengths[sequence])]
+                    rows += 1
+        assert torch.equal(cache, expected)
 
 
 def pytorchs_context_parallel_runs_on_our_operators(group):
@@ -333,3 +352,52 @@ def test_wrong_calls_are_refused_by_name():
     assert "q is torch.float64" in message(q.double(), k.double(), v.double())
     with pytest.raises(RuntimeError, match="init_process_group"):
         context_parallel_attention(q, k, v)
+
+
+def test_decoding_sends_outputs_and_log_sum_exps_alone():
+    size, batch, new, heads, dim = 3, 2, 5, 4, 16
+    q, cache = torch.randn(batch, new, heads, dim), torch.randn(batch, 40, 2, dim)
+    lengths = torch.tensor([9, 33], dtype=torch.int32)
+
+    def work(transport):
+        keys, values = torch.zeros(2, batch, 16, 2, dim)
+        append(keys, values, cache, cache, torch.zeros_like(lengths), transport, block=8)
+        assert transport.sent_bytes == 0
+        out = decode(q, keys, values, lengths, transport, block=8)
+        return transport.sent_bytes, out
+
+    expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True)
+    for sent, out in ranks.threads(work, size):
+        assert sent == (size - 1) * 4 * batch * new * heads * (dim + 1)
+        distributed_cases.near("out", out, expected, 1e-5)
+
+
+CACHE, ROWS, TABLE = (2, 5, 2, 16), (2, 6, 2, 16), torch.zeros(2, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "call, words, arguments",
+    [
+        (append, "block=0, expected one position at least", {"block": 0}),
+        (append, r"k_cache has shape \[5, 2, 16\], expected", {"k_cache": torch.zeros(5, 2, 16)}),
+        (append, "cache_seqlens is 3, expected a tensor of 2 lengths", {"cache_seqlens": 3}),
+        (decode, r"cache_seqlens is .* of shape \[2\], expected a tensor of 4 lengths", {"page_table": TABLE.repeat(2, 1)}),
+        (decode, "page_table is .*, expected int32 of shape", {"page_table": TABLE.float()}),
+        (decode, r"q has shape \[2, 0, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(2, 0, 4, 16)}),
+        (decode, r"q has shape \[3, 1, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(3, 1, 4, 16)}),
+        (decode, "s_aux is torch.float32 of shape .*, expected a tensor of 4 numbers", {"s_aux": torch.zeros(3)}),
+        (decode, "attention_chunk=-1, expected no negative number", {"attention_chunk": -1}),
+        (append, r"k has shape \[6, 2, 16\] and v .* expected rows of 2 sequences", {"k": torch.zeros(ROWS[1:])}),
+        (append, r"k has shape \[2, 6, 2, 16\] and v \[2, 5", {"v": torch.zeros(CACHE)}),
+        (append, "k_cache has room for 5 rows, expected 6", {}),
+        (append, "k_cache has room for 10 rows, expected 11", {"page_table": TABLE, "cache_seqlens": TABLE[0] + 5}),
+    ],
+)
+def test_wrong_caches_are_refused_by_name(call, words, arguments):
+    given = {"k_cache": torch.zeros(CACHE), "v_cache": torch.zeros(CACHE), "cache_seqlens": TABLE[0]}
+    if call is append:
+        given |= {"k": torch.zeros(ROWS), "v": torch.zeros(ROWS)}
+    else:
+        given |= {"q": torch.zeros(2, 1, 4, 16)}
+    with pytest.raises(ValueError, match=words):
+        call(**given | arguments, group=ranks.Thread(ranks.Mailbox(1), 0))

@@ -41,28 +41,43 @@ def test_long_sequences(variant):
             ranks.threads(lambda transport: check(transport, variant, case, torch.bfloat16, 2e-2, dim=128), 4)
 
 
-def test_decoding_over_a_spread_cache():
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding_over_a_spread_cache(paged):
     block, batch, heads, key_heads, dim, room, size = 16, 3, 8, 2, 64, 512, 4
     random = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    new, page = 300, 8
     whole_k, whole_v, q = (
         random(batch, room, key_heads, dim),
         random(batch, room, key_heads, dim),
-        random(batch, 1, heads, dim),
+        random(batch, new, heads, dim),
     )
     before = torch.tensor([0, 50, 111], device="cuda", dtype=torch.int32)
-    new = 300
+    # One position, several of them, a chunk of a prompt; and in a window.
+    calls = [(1, (-1, -1)), (5, (-1, -1)), (new, (-1, -1)), (5, (40, 0))]
 
     def work(transport):
-        k_cache, v_cache = torch.zeros((2, batch, room // size, key_heads, dim), device="cuda", dtype=torch.bfloat16)
-        zero = torch.zeros_like(before)
-        append(k_cache, v_cache, whole_k[:, :111], whole_v[:, :111], zero, transport, block=block)
+        shape, table = (batch, room // size), None
+        if paged:
+            count = room // size // page
+            shape, table = (batch * count, page), torch.randperm(batch * count, device="cuda", dtype=torch.int32)
+            table = table.view(batch, count)
+        k_cache, v_cache = torch.zeros((2, *shape, key_heads, dim), device="cuda", dtype=torch.bfloat16)
+        zero, where = torch.zeros_like(before), {"block": block, "page_table": table}
+        append(k_cache, v_cache, whole_k[:, :111], whole_v[:, :111], zero, transport, **where)
         k, v = (torch.stack([it[at, n : n + new] for at, n in enumerate((0, 50, 111))]) for it in (whole_k, whole_v))
-        append(k_cache, v_cache, k, v, before, transport, block=block)
-        return decode(q, k_cache, v_cache, before + new, transport, block=block)
+        append(k_cache, v_cache, k, v, before, transport, **where)
+        attend = lambda last, seen: decode(
+            q[:, -last:], k_cache, v_cache, before + new, transport, window_size=seen, **where
+        )
+        return [attend(*call) for call in calls]
 
-    expected = flash_attn_with_kvcache(q, whole_k, whole_v, cache_seqlens=before + new)
-    for found in ranks.threads(work, size):
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    every = ranks.threads(work, size)
+    for at, (last, seen) in enumerate(calls):
+        expected = flash_attn_with_kvcache(
+            q[:, -last:], whole_k, whole_v, cache_seqlens=before + new, causal=True, window_size=seen
+        )
+        for found in every:
+            torch.testing.assert_close(found[at], expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.fixture(scope="module")

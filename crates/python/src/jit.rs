@@ -1,7 +1,7 @@
 //! Attention inside programs that XLA has compiled: JAX's `jit`.
 //!
-//! While JAX traces a function, [`describe`] checks a call from the shapes alone and says what its
-//! results are. When the program runs, XLA calls a handler with the buffers: on its stream, or on a
+//! While JAX traces a function, [`describe`] checks a call from the shapes alone and says what XLA is to
+//! call us with. When the program runs, XLA calls a handler with the buffers: on its stream, or on a
 //! thread of its own, without Python.
 
 use std::ffi::{CStr, c_void};
@@ -19,9 +19,8 @@ use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, View};
 use crate::xla::{Call, CallFrame, Handler, answer};
 use crate::{error, launch};
 
-/// A call of XLA's: its attributes, and the results: the shape and the element type of the output,
-/// and the shape of the log-sum-exps.
-pub(crate) type Described<'py> = (Bound<'py, PyDict>, (Vec<i64>, &'static str, Vec<i64>));
+/// A call of XLA's: its attributes, and the element type of the output.
+pub(crate) type Described<'py> = (Bound<'py, PyDict>, &'static str);
 
 /// What XLA is to call us with, from the tensors' shapes: each is (element type, sizes, None, 0).
 pub(crate) fn describe<'py>(
@@ -58,14 +57,12 @@ pub(crate) fn describe<'py>(
             attributes.set_item(name, number)?;
         }
     }
-    let output = request.output();
-    let (sums, hidden) = request.sums();
-    let dtype = match output.element {
+    let dtype = match request.output().element {
         Element::Float(DType::F16) => "float16",
         Element::Float(DType::BF16) => "bfloat16",
         _ => "float32",
     };
-    Ok((attributes, (output.sizes().to_vec(), dtype, sums[hidden..].to_vec())))
+    Ok((attributes, dtype))
 }
 
 /// A handler for XLA, by the name of what it does and of the platform.
