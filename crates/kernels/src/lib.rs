@@ -66,7 +66,7 @@ pub use shipped::{Configuration, shipped, with_functions};
 pub use single::Single;
 pub use widen::Widen;
 
-use ptx::{Builder, Invalid, Program, Target};
+use ptx::{Builder, Invalid, Target};
 
 /// Why no program could be built for a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -98,7 +98,7 @@ fn build(
     fault: Option<&str>,
     (target, threads, residents): (Target, u32, u32),
     write: impl FnOnce(&mut Builder),
-) -> Result<Program, Error> {
+) -> Result<ptx::Program, Error> {
     if let Some(reason) = fault {
         return Err(Error::configuration(name, reason));
     }
