@@ -192,10 +192,10 @@ def _row(cache, places, sequence, position):
     return cache[places["page_table"][sequence, position // 4], position % 4]
 
 
-def test_factors_of_a_head_are_finite_and_not_zero():
+def test_factors_of_a_head_are_finite_and_above_zero():
     q = random(1, 4, 2, 16)
     k8, v8, k_descale, v_descale = quantize_kv(q, q)
-    for odd in (0.0, np.nan, np.inf):
+    for odd in (0.0, -2.0, np.nan, np.inf):
         wrong = k_descale.copy()
         wrong[1] = odd
         with pytest.raises(ValueError, match="k_descale is .* at batch 0, head 1, expected a finite number"):

@@ -458,11 +458,11 @@ fn wrong_factors_of_a_cache_are_refused() -> Result<()> {
         append_scaled(caches, &place, (new, new), &rows, None, (key, value))
     };
     let one = Tensor::new(1f32, &Device::Cpu)?;
-    for (number, text) in [(0., "0"), (f32::INFINITY, "inf"), (f32::NAN, "NaN")] {
+    for (number, text) in [(0., "0"), (-2., "-2"), (f32::INFINITY, "inf"), (f32::NAN, "NaN")] {
         let wrong = Tensor::new(&[[1f32, 1.], [1., number]], &Device::Cpu)?;
         let expected = format!(
             "attention: the v_descale is {text} for sequence 1 and head 1, expected a finite \
-             number other than zero"
+             number above zero"
         );
         assert_eq!(refusal(call(&new, &one, &wrong)), expected);
     }

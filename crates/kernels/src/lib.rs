@@ -91,17 +91,19 @@ impl Error {
     }
 }
 
-/// Builds the kernel of a configuration, unless there is a fault in that: for blocks of so many threads,
-/// so many of which a multiprocessor has.
+/// Builds the kernel of a configuration without a fault. `block` returns the target, the threads of a
+/// block and the resident blocks per multiprocessor; it is not called where there is a fault, since
+/// numbers may then be too large to be multiplied.
 fn build(
     name: String,
     fault: Option<&str>,
-    (target, threads, residents): (Target, u32, u32),
+    block: impl FnOnce() -> (Target, u32, u32),
     write: impl FnOnce(&mut Builder),
 ) -> Result<ptx::Program, Error> {
     if let Some(reason) = fault {
         return Err(Error::configuration(name, reason));
     }
+    let (target, threads, residents) = block();
     let mut k = Builder::new(name, target, threads).blocks_per_multiprocessor(residents);
     write(&mut k);
     Ok(k.finish()?)

@@ -304,6 +304,18 @@ fn tiles_that_do_not_fit() {
         }),
         "2 coordinates for a tensor map of 3 dimensions"
     );
+    assert_eq!(
+        fault(|k| {
+            let layout = TileLayout::widest(Element::E4M3, 64, 64);
+            let map = k.tensor_map("map", layout.tensor_box(2)).address.register();
+            let tile = k.shared("tile", 4096, 128);
+            let src = Address { base: k.shared_address(tile).register(), offset: 0 };
+            let zero = k.eval::<S32>(0).register();
+            let coordinates = vec![zero.into(); 2];
+            k.push(Instruction::TensorReduceAdd { map, coordinates, src, policy: None });
+        }),
+        "adding e4m3 to a tensor"
+    );
 }
 
 /// Numbers that no hardware has are refused with a message, without a panic, a

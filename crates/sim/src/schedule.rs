@@ -350,7 +350,8 @@ impl<'a> Executor<'_, 'a> {
             match wait {
                 Wait::Mbarrier(waits) => {
                     for (address, _, _) in waits {
-                        let barrier = self.cluster.blocks[warp.block].mbarriers.get(address)?;
+                        let mbarriers = &self.cluster.blocks[warp.block].mbarriers;
+                        let Some(barrier) = mbarriers.get(address) else { continue };
                         let bytes = barrier.transactions;
                         let name = self.shared_name(*address);
                         let text = if bytes < 0 {
@@ -382,7 +383,8 @@ impl<'a> Executor<'_, 'a> {
                     return Some(self.hazard(warp, None, HazardKind::RegisterBudget, text));
                 }
                 Wait::Products { .. } => {
-                    let product = self.cluster.groups[warp.group].queue.front()?;
+                    let queue = &self.cluster.groups[warp.group].queue;
+                    let Some(product) = queue.front() else { continue };
                     let missing: Vec<u32> =
                         (0..4).filter(|m| product.issued >> m & 1 == 0).collect();
                     let text = format!(

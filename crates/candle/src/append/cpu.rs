@@ -211,13 +211,13 @@ impl Factors {
         let places = (0..batch).flat_map(|batch| (0..heads).map(move |head| [batch, 0, head]));
         let found = self.read(|all| {
             let mut factors = places.map(|place| (place, all[at(self.layout, place)]));
-            factors.find(|(_, factor)| !factor.is_finite() || *factor == 0.0)
+            factors.find(|(_, factor)| !factor.is_finite() || *factor <= 0.0)
         })?;
         match found {
             None => Ok(()),
             Some(([sequence, _, head], factor)) => {
                 let given = format!("is {factor} for sequence {sequence} and head {head}");
-                Err(refusal(name, given, "a finite number other than zero"))
+                Err(refusal(name, given, "a finite number above zero"))
             }
         }
     }

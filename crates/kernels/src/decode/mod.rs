@@ -345,7 +345,7 @@ impl Decode {
     /// | `ScaleLog2`, or with a softcap `ScaleInner` and `ScaleOuter` | factors of scores: [`Scale`](crate::parameter::Scale) |
     /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
-        let block = (self.target, self.threads(), self.blocks);
+        let block = || (self.target, self.threads(), self.blocks);
         build(self.name(), self.fault(), block, |k| self.write(k))
     }
 

@@ -374,8 +374,8 @@ impl Forward {
 
     /// Checks this configuration and builds the kernel whose body `write` emits.
     fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
-        let threads = 128 * (self.warpgroups + 1);
-        build(name, self.fault(), (Target::SM_90A, threads, 1), write)
+        let block = || (Target::SM_90A, 128 * (self.warpgroups + 1), 1);
+        build(name, self.fault(), block, write)
     }
 
     /// Returns why this configuration cannot be built, if it cannot.

@@ -247,7 +247,7 @@ impl Mma {
     /// | `Key batch stride`, `Value batch stride` | from page to page, with a page table |
     /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with a page table; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        let block = (self.target, self.threads(), self.residents);
+        let block = || (self.target, self.threads(), self.residents);
         build(self.name(), self.fault(), block, |k| self.write(k))
     }
 

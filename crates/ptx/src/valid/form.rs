@@ -219,10 +219,14 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
             let exists = !matches!(ty, BulkElement::Float(element) if element.bytes() == 1);
             unless(exists, || format!("adding {ty:?} in bulk")).or_else(|| bulk_fault(*bytes))
         }
-        I::TensorLoad { map, coordinates, .. }
-        | I::TensorStore { map, coordinates, .. }
-        | I::TensorReduceAdd { map, coordinates, .. } => {
+        I::TensorLoad { map, coordinates, .. } | I::TensorStore { map, coordinates, .. } => {
             tensor_fault(program, *map, coordinates.len())
+        }
+        I::TensorReduceAdd { map, coordinates, .. } => {
+            tensor_fault(program, *map, coordinates.len()).or_else(|| {
+                let element = tensor_box(program, *map)?.element;
+                unless(element.bytes() > 1, || format!("adding {element} to a tensor"))
+            })
         }
         I::BulkWait { .. } => None,
         I::SetMaxRegisters { count, .. } => {
@@ -425,24 +429,30 @@ fn bulk_fault(bytes: Operand) -> Option<Fault> {
     }
 }
 
+/// Returns the box of the tensor map whose address a register holds.
+fn tensor_box(program: &Program, map: Register) -> Option<&TensorBox> {
+    let mut found = None;
+    program.visit(&mut |statement| {
+        if let StatementKind::Instruction(Instruction::TensorMapAddress { dst, parameter }) =
+            &statement.kind
+            && *dst == map
+        {
+            found = Some(*parameter);
+        }
+    });
+    match &program.parameters.get(found?.0 as usize)?.kind {
+        ParameterKind::TensorMap(tensor_box) => Some(tensor_box),
+        _ => None,
+    }
+}
+
 /// Checks that the number of coordinates matches the rank of the tensor map. The rank is known
 /// where the map's register is written by reading a parameter.
 fn tensor_fault(program: &Program, map: Register, coordinates: usize) -> Option<Fault> {
     if !(1..=5).contains(&coordinates) {
         return Some(Fault::Form { text: format!("a tensor of {coordinates} dimensions") });
     }
-    let mut rank = None;
-    program.visit(&mut |statement| {
-        if let StatementKind::Instruction(Instruction::TensorMapAddress { dst, parameter }) =
-            &statement.kind
-            && *dst == map
-            && let Some(ParameterKind::TensorMap(tensor_box)) =
-                program.parameters.get(parameter.0 as usize).map(|p| &p.kind)
-        {
-            rank = Some(tensor_box.extent.len());
-        }
-    });
-    match rank {
+    match tensor_box(program, map).map(|tensor_box| tensor_box.extent.len()) {
         Some(rank) if rank != coordinates => Some(Fault::Form {
             text: format!("{coordinates} coordinates for a tensor map of {rank} dimensions"),
         }),

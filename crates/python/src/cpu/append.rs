@@ -162,10 +162,10 @@ unsafe fn rounded(
                         unsafe { *(vector(view, (sequence, 0), head) as *const f32) }
                     }
                 };
-                if !(factor.is_finite() && factor != 0.0) {
+                if !(factor.is_finite() && factor > 0.0) {
                     return Err(PyValueError::new_err(format!(
                         "{name} has {factor} for sequence {sequence} and head {head}, expected a \
-                         finite number other than zero"
+                         finite number above zero"
                     )));
                 }
                 quantize::divide(&mut row, factor);

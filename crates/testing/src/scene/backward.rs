@@ -2,7 +2,7 @@
 
 use flashcore::plan::Source;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{Error, Inputs, Problem, Tensor};
+use flashcore::{Error, Inputs, Problem, Strides, Tensor};
 use kernels::parameter::Tensor as Role;
 use ptx::Element;
 use sim::Memory;
@@ -60,6 +60,11 @@ impl Backward {
             Role::Lse => self.lse.iter().flat_map(|it| it.to_le_bytes()).collect(),
             _ => self.held.bytes().to_vec(),
         }
+    }
+
+    /// Returns the strides of dO, which is arranged as the inputs are.
+    pub(super) fn output_gradient_strides(&self) -> Strides {
+        self.gradient.layout().strides()
     }
 
     /// Adds the buffers of the gradients.

@@ -1,5 +1,6 @@
 //! The gradients of attention on Hopper.
 
+use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Scene, schedules};
 use kernels::backward::{tall_backward, tuned_backward};
 use kernels::{Backward, Configuration, MaskKind, Rules};
@@ -63,6 +64,27 @@ fn gradients_are_right() {
         });
         let accuracy = scene.judge(&memory);
         assert!(accuracy.passed(), "{}, {}: {accuracy}", backward.name(), scene.size);
+    }
+}
+
+/// Inputs and the gradient of the output lie in other orders than the gradients that are written.
+#[test]
+fn gradients_of_strided_tensors_are_right() {
+    for order in [Order::HeadsFirst, Order::Padded] {
+        for backward in [
+            tuned(64, 64, Rules::CAUSAL),
+            tuned(128, 64, Rules::DENSE),
+            tuned(256, 256, Rules::CAUSAL),
+        ] {
+            let configuration = Configuration::Backward(backward);
+            let call = Call { order, ..Call::new(configuration, 2, [130, 129], [2, 1]) };
+            let scene = call.scene().unwrap();
+            let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
+                panic!("{}, {order:?}: {failure}", backward.name());
+            });
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{}, {order:?}: {accuracy}", backward.name());
+        }
     }
 }
 

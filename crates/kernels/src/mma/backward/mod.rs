@@ -300,7 +300,7 @@ impl BackwardMma {
     /// block of each key head and sequence or, over ragged batches, for each record that the
     /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        let block = (self.target, self.threads(), self.residents);
+        let block = || (self.target, self.threads(), self.residents);
         build(self.name(), self.fault(), block, |k| self.write(k))
     }
 

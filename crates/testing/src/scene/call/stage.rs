@@ -150,7 +150,11 @@ impl Call {
             buffers.insert(it.source, buffer);
         }
 
-        let arrangement = inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
+        let mut arrangement =
+            inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
+        if let (Some(backward), Some(gradients)) = (&given.backward, &mut arrangement.gradients) {
+            gradients.output = backward.output_gradient_strides();
+        }
         let mut steps = Vec::new();
         // What is brought along need not be found.
         let found = |launch: &Launch| {
