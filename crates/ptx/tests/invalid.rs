@@ -314,7 +314,7 @@ fn tiles_that_do_not_fit() {
             let coordinates = vec![zero.into(); 2];
             k.push(Instruction::TensorReduceAdd { map, coordinates, src, policy: None });
         }),
-        "adding e4m3 to a tensor"
+        "there is no such instruction: adding e4m3 to a tensor"
     );
 }
 
