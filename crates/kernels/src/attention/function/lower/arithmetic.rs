@@ -53,8 +53,8 @@ pub(super) fn integer_binary(
 /// Returns the quotient rounded down and the remainder. Division by zero gives a quotient of zero
 /// and a remainder of `a`.
 fn floor_divide(k: &mut Builder, a: Reg<S32>, b: Reg<S32>) -> [Value<S32>; 2] {
-    // Divisors of zero and minus one are replaced by one, since the hardware's result is not defined
-    // for zero and for the overflow that minus one can cause.
+    // Divisors of zero and minus one are replaced by one: the hardware's result is not defined for
+    // zero, nor for the overflow that minus one can cause.
     let special = k.eval((b + 1).reinterpret::<U32>().less(2u32));
     let divisor = k.eval(special.choose::<S32>(1, b));
     let truncated = k.eval(a / divisor);

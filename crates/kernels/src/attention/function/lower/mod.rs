@@ -59,8 +59,8 @@ impl Functions {
         self.mask.is_some() || self.score.is_some()
     }
 
-    /// Declares the launch parameters of the functions for a backward kernel, whose score tiles have
-    /// keys as rows and queries as columns. The score function also computes its slope, the
+    /// Declares the launch parameters of the functions for a backward kernel, whose score tiles
+    /// have keys as rows and queries as columns. The score function also computes its slope, the
     /// derivative with respect to the score.
     pub(crate) fn of_gradients(k: &mut Builder, rules: &Rules) -> Self {
         let mut declared = |it: Option<Function>| {
