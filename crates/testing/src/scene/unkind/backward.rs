@@ -5,8 +5,8 @@ use kernels::{Batch, Configuration, MaskKind};
 
 use super::{Call, Place, Ragged, Weights};
 
-/// Returns calls of a backward kernel with tiles of `[queries, keys]`: walks of a single step, walks
-/// around the pipeline's stages more than once, keys that no query sees.
+/// Returns calls of a backward kernel with tiles of `[queries, keys]`: walks of a single step,
+/// walks around the pipeline's stages more than once, keys that no query sees.
 pub(super) fn calls(
     kernel: Configuration,
     tile: [u32; 2],
@@ -103,7 +103,8 @@ pub(super) fn calls(
             call([rows + 9, 3 * keys], [1, 1]).with(|it| it.with_scale(scale)),
             call([3 * rows + 5, 3 * rows + 5], [3, 1]).with(|it| it.with_scale(scale)),
         ]),
-        // Few keys per query, so that each has weight: within a block, at both its ends, and beyond.
+        // Few keys per query, so that each has weight: within a block, at both its ends, and
+        // beyond.
         MaskKind::Local | MaskKind::Chunked => {
             let windows = [(Some(5), Some(2)), (Some(1), Some(0)), (Some(0), Some(rows))];
             for (left, right) in windows {

@@ -1,5 +1,5 @@
-//! Mutation scenes of the append kernel, which writes new tokens to caches, and of the widen kernel,
-//! which converts 8-bit caches to 16 bits.
+//! Mutation scenes of the append kernel, which writes new tokens to caches, and of the widen
+//! kernel, which converts 8-bit caches to 16 bits.
 
 use kernels::{Append, Widen};
 

@@ -233,6 +233,7 @@ impl Calls {
                 all.push(Call::ragged(kernel, last, [1, 1]));
             }
         }
+        // Equal lengths, without a list of them.
         all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
         all
     }

@@ -58,8 +58,8 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         // Lists of no, one and more key blocks, for several heads and sequences.
         all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
         all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
-        // Keys at the edges of wide windows weigh most, in so many blocks that looking up another
-        // query block gives another list.
+        // Keys at the edges of wide windows weigh most, in so many blocks that what was found for
+        // one query block differs from what was found for others.
         let edges = call([12 * rows - 3, 12 * rows - 3], [2, 1]);
         all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
     }

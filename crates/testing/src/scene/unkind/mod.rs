@@ -18,8 +18,8 @@ use kernels::Configuration;
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
 impl Scene {
-    /// Returns the scenes in which mutants of a kernel are run, the smallest first. A family without
-    /// scenes of its own gets its small one only.
+    /// Returns the scenes in which mutants of a kernel are run, the smallest first. A family
+    /// without scenes of its own gets its small one only.
     pub fn unkind(kernel: &Configuration) -> Result<Vec<Scene>, SceneError> {
         let small = Scene::small(kernel)?;
         let more = match kernel {
@@ -88,8 +88,7 @@ fn turns(block: usize) -> impl Iterator<Item = usize> {
     [1, 2, 4, 8, 16].into_iter().filter(move |of| *of < block).chain([block])
 }
 
-/// Returns numbers of keys that end at each pair of columns that a lane can have in the second key
-/// block.
+/// Returns numbers of keys that end at each of the columns that a lane has in the second key block.
 fn ends(block: usize) -> impl Iterator<Item = usize> {
     (block..2 * block).filter(|keys| keys % 8 < 2)
 }

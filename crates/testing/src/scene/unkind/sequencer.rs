@@ -5,8 +5,8 @@ use kernels::{MaskKind, Sequencer};
 
 use super::{Place, Ragged, Scene, SceneError};
 
-/// Returns scenes in which no two tiles of a sequencer cost the same, since only then their order is
-/// defined. Costs beyond 1024 are counted in steps.
+/// Returns scenes in which no two tiles of a sequencer cost the same, since only then their order
+/// is defined. Costs beyond 1024 are counted in steps.
 pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let batch = Scene::sequencer_batch();
     let of = |queries: Vec<usize>, keys: Vec<usize>| Ragged { queries, keys, ..batch.clone() };
