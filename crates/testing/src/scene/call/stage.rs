@@ -34,7 +34,7 @@ pub(in crate::scene) struct Staged<'a> {
     pub(in crate::scene) steps: Vec<Step>,
     /// Index of the main launch in `steps`.
     main: usize,
-    /// Workspace that starts as zeros and must be zeros again after the last launch.
+    /// Workspace that starts as zeros and that the main kernel must leave as it found it.
     restored: Vec<BufferId>,
 }
 
