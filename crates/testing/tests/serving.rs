@@ -363,7 +363,7 @@ fn factors_of_another_shape_are_refused() {
     }
 }
 
-/// An observer that reports nothing.
+/// A [`Progress`] that reports nothing.
 struct Silent;
 
 impl Progress for Silent {

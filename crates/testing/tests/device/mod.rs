@@ -35,7 +35,7 @@ pub(crate) fn hopper() -> Option<Gpu> {
     fits.then_some(gpu)
 }
 
-/// An observer of checks that reports nothing.
+/// A [`Progress`] that reports nothing.
 pub(crate) struct Silent;
 
 impl Progress for Silent {
