@@ -1,14 +1,13 @@
-//! Cubins on disk, so that a kernel is compiled once per machine.
+//! A cache of cubins on disk, so that a kernel is compiled once per machine.
 //!
-//! One file per cubin, named after a SHA-256 over everything the cubin depends
-//! on. A file is written under another name and renamed into place, so readers
-//! in other threads and processes see all of it or none; two that compile the
-//! same kernel at once do the work twice, and either result stands. There are
-//! no locks that a killed process could leave behind.
+//! There is one file per cubin, named after a SHA-256 over everything the cubin depends on. A file
+//! is written under a temporary name and renamed into place, so that readers in other threads and
+//! processes see all of it or none. Two processes that compile the same kernel at once do the work
+//! twice, and either result stands. There are no locks that a killed process could leave behind.
 //!
-//! A cache must never be the reason that a kernel does not run. Whatever goes
-//! wrong with it is a [`CacheWarning`], in the answer and through `tracing`,
-//! and the kernel is compiled as if there were no cache.
+//! The cache must never be the reason that a kernel does not run. Whatever goes wrong with it is a
+//! [`CacheWarning`], in the result and through `tracing`, and the kernel is compiled as if there
+//! were no cache.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -21,25 +20,27 @@ use sha2::{Digest, Sha256};
 
 use crate::{ComputeCapability, Driver, Error, OptimizationLevel, Result};
 
-/// The version of what a key is made of and of how a file is laid out.
+/// The version of the key's inputs and of the file layout.
 const FORMAT: u32 = 2;
 
 /// The first bytes of every file.
 const MAGIC: [u8; 8] = *b"FLASHCUB";
 
-/// Magic, format, length of the cubin, checksum.
+/// The bytes of a file's header: magic, format, length of the cubin, checksum.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
 
-/// How the names of finished and of half-written files end.
+/// The file extension of finished files.
 const FINISHED: &str = "cubin";
+/// The file extension of files that are being written.
 const UNFINISHED: &str = "partial";
 
-/// The name of a cubin: a hash over all that its bytes depend on.
+/// The name of a cubin: a hash over everything that its bytes depend on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CacheKey([u8; 32]);
 
 impl CacheKey {
-    /// The key of what a driver makes of a PTX text for a kind of device.
+    /// Computes the key of the cubin that a driver compiles from a PTX text for a compute
+    /// capability.
     pub fn new(
         ptx: &str,
         driver: &Driver,
@@ -50,7 +51,7 @@ impl CacheKey {
         hash.update(FORMAT.to_le_bytes());
         hash.update(driver.version.major.to_le_bytes());
         hash.update(driver.version.minor.to_le_bytes());
-        // Lengths come before texts, so that no two inputs run together.
+        // Each text follows its length, so that different inputs never hash the same bytes.
         let release = driver.release.as_deref().unwrap_or_default();
         hash.update((release.len() as u64).to_le_bytes());
         hash.update(release);
@@ -62,8 +63,8 @@ impl CacheKey {
         CacheKey(hash.finalize().into())
     }
 
-    /// Of the key and the cubin both, so that a file under a wrong name is
-    /// found out too.
+    /// Returns the checksum over the key and the cubin, which also detects a file under a wrong
+    /// name.
     fn checksum(&self, bytes: &[u8]) -> [u8; 32] {
         let mut hash = Sha256::new();
         hash.update(self.0);
@@ -84,7 +85,7 @@ impl fmt::Debug for CacheKey {
     }
 }
 
-/// Something that is wrong with the cache and that did no harm.
+/// A problem with the cache that did not keep the kernel from running.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheWarning {
@@ -93,48 +94,48 @@ pub enum CacheWarning {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// How it shows.
+        /// What is wrong with the file.
         reason: String,
     },
-    /// A file is there and could not be read.
+    /// A file exists but could not be read.
     #[error("the cached cubin {} cannot be read: {reason}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the operating system answered.
+        /// The error of the operating system.
         reason: String,
     },
-    /// A cubin could not be kept, and will be compiled again next time.
+    /// A cubin could not be stored, and will be compiled again next time.
     #[error("the cubin cannot be kept in {}: {reason}", path.display())]
     Unwritable {
         /// The directory.
         path: PathBuf,
-        /// What the operating system answered.
+        /// The error of the operating system.
         reason: String,
     },
 }
 
-/// What the cache gave.
+/// The result of a lookup in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheEntry {
     /// The cubin.
     pub bytes: Vec<u8>,
     /// Whether it was on disk already.
     pub cached: bool,
-    /// What went wrong on the way.
+    /// Problems with the cache on the way.
     pub warnings: Vec<CacheWarning>,
 }
 
-/// How much a cache holds.
+/// The size of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheSize {
-    /// How many files.
+    /// The number of files.
     pub files: u64,
-    /// Their bytes together.
+    /// The total bytes of the files.
     pub bytes: u64,
 }
 
-/// A directory of cubins, or none.
+/// A directory of cubins, or a disabled cache.
 ///
 /// ```
 /// use flashcore_cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
@@ -154,36 +155,35 @@ pub struct Cache {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Place {
-    /// No cache is wanted.
+    /// The cache is disabled.
     Disabled,
-    /// A directory that is ours or that the user named.
+    /// A directory in the user's home, or one that the user named.
     Directory(PathBuf),
-    /// A directory in a place where anyone may write. It is used only while it
-    /// belongs to this user alone: a cubin is code.
+    /// A directory in the system's temporary directory, where anyone may write. It is used only if
+    /// no other user owns it or may write to it, since a cubin is executable code.
     Temporary(PathBuf),
 }
 
 impl Cache {
-    /// The cache that the environment asks for: `$FLASHCORE_CACHE` (a
-    /// directory, or `off` for none), else `$XDG_CACHE_HOME/flashcore`, else
-    /// `~/.cache/flashcore`, else a directory of this user's among the
-    /// temporary files.
+    /// Returns the cache that the environment selects: `$FLASHCORE_CACHE` (a directory, or `off`
+    /// for none), else `$XDG_CACHE_HOME/flashcore`, else `~/.cache/flashcore`, else a directory of
+    /// this user in the system's temporary directory.
     pub fn from_environment() -> Cache {
         let place = place(|name| std::env::var_os(name), &std::env::temp_dir());
         Cache { place }
     }
 
-    /// A cache in this directory, which is made when the first cubin is kept.
+    /// Returns a cache in this directory, which is created when the first cubin is stored.
     pub fn at(directory: impl Into<PathBuf>) -> Cache {
         Cache { place: Place::Directory(directory.into()) }
     }
 
-    /// No cache: every kernel is compiled in every process.
+    /// Returns a disabled cache: every process compiles every kernel.
     pub fn disabled() -> Cache {
         Cache { place: Place::Disabled }
     }
 
-    /// Where the cubins are, unless the cache is disabled.
+    /// Returns the directory of the cubins, unless the cache is disabled.
     pub fn directory(&self) -> Option<&Path> {
         match &self.place {
             Place::Disabled => None,
@@ -191,12 +191,12 @@ impl Cache {
         }
     }
 
-    /// The file that a key's cubin is in, once it is there.
+    /// Returns the path of a key's cubin, which need not exist yet.
     pub fn path(&self, key: &CacheKey) -> Option<PathBuf> {
         Some(self.directory()?.join(format!("{key}.{FINISHED}")))
     }
 
-    /// The cubin of this key: from disk, or else compiled and put there.
+    /// Returns the cubin of this key: from disk, or else compiled and then stored.
     ///
     /// The only errors are those of `compile`.
     pub fn get_or_compile<E>(
@@ -224,8 +224,8 @@ impl Cache {
         }
     }
 
-    /// Removes every cubin and every half-written file, and tells how much
-    /// that was. Files that are not the cache's own stay.
+    /// Removes every cubin and every half-written file, and returns how much that was. Files that
+    /// the cache did not write stay.
     pub fn clear(&self) -> Result<CacheSize> {
         let mut removed = CacheSize::default();
         for (path, bytes) in self.files()? {
@@ -242,14 +242,14 @@ impl Cache {
         Ok(removed)
     }
 
-    /// How much the cache holds.
+    /// Returns the size of the cache.
     pub fn size(&self) -> Result<CacheSize> {
         let files = self.files()?;
         let bytes = files.iter().map(|(_, bytes)| bytes).sum();
         Ok(CacheSize { files: files.len() as u64, bytes })
     }
 
-    /// The cache's own files and their sizes.
+    /// Returns the files that the cache wrote, and their sizes.
     fn files(&self) -> Result<Vec<(PathBuf, u64)>> {
         let Some(directory) = self.directory() else {
             return Ok(Vec::new());
@@ -267,7 +267,7 @@ impl Cache {
             }
             match fs::symlink_metadata(&path) {
                 Ok(metadata) if metadata.is_file() => files.push((path, metadata.len())),
-                // Something else under such a name, or gone since.
+                // Not a regular file, or removed in the meantime.
                 _ => {}
             }
         }
@@ -317,13 +317,14 @@ impl Cache {
 }
 
 impl Default for Cache {
-    /// The one that the environment asks for.
+    /// Returns the cache that the environment selects.
     fn default() -> Cache {
         Cache::from_environment()
     }
 }
 
-/// Chooses the cache's place; a function of its inputs, for the tests' sake.
+/// Chooses the cache's place. Environment and temporary directory are arguments so that tests can
+/// set them.
 fn place(variable: impl Fn(&str) -> Option<OsString>, temporary: &Path) -> Place {
     let set = |name: &str| variable(name).filter(|value| !value.is_empty());
     if let Some(value) = set("FLASHCORE_CACHE") {
@@ -332,7 +333,7 @@ fn place(variable: impl Fn(&str) -> Option<OsString>, temporary: &Path) -> Place
         }
         return Place::Directory(value.into());
     }
-    // The XDG specification wants relative paths ignored.
+    // The XDG specification requires that relative paths are ignored.
     let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
     if let Some(path) = absolute("XDG_CACHE_HOME") {
         return Place::Directory(path.join("flashcore"));
@@ -358,7 +359,7 @@ fn is_absent(error: &io::Error) -> bool {
     error.kind() == ErrorKind::NotFound
 }
 
-/// Whether a file's name is one that the cache gives.
+/// Returns whether a file has a name that the cache gives to its files.
 fn is_ours(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
         return false;
@@ -374,7 +375,7 @@ fn is_ours(path: &Path) -> bool {
     key.len() == 64 && key.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Makes the directory, for this user alone where it is new.
+/// Creates the directory if it does not exist, accessible to this user only.
 fn make_directory(path: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true);
@@ -383,16 +384,16 @@ fn make_directory(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// An error for a directory that someone else owns or may write to. One that
-/// is not there yet is fine.
+/// Returns an error if another user owns the directory or may write to it. A directory that does
+/// not exist is fine.
 #[cfg(unix)]
 fn belongs_to_this_user(directory: &Path) -> Result<(), String> {
     use std::os::unix::fs::MetadataExt;
     let Ok(metadata) = fs::symlink_metadata(directory) else {
         return Ok(());
     };
-    // A process's own entry in /proc belongs to its user; elsewhere than on
-    // Linux there is no such entry, and only the permissions are looked at.
+    // A process's own entry in /proc belongs to its user. Other systems than Linux have no such
+    // entry, and there only the permissions are checked.
     let owned = fs::metadata("/proc/self").map_or(true, |me| me.uid() == metadata.uid());
     if owned && metadata.is_dir() && metadata.mode() & 0o022 == 0 {
         return Ok(());
@@ -405,10 +406,10 @@ fn belongs_to_this_user(_: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Writes a file under a name of its own and renames it into place.
+/// Writes a file under a unique name and renames it into place.
 fn write(directory: &Path, path: &Path, key: &CacheKey, bytes: &[u8]) -> io::Result<()> {
-    // A random name, not a process number: containers that share a directory
-    // may share their process numbers too. `RandomState` is seeded at random.
+    // The name is random instead of the process id, since containers that share a directory may
+    // have the same process ids. `RandomState` is seeded at random.
     let random = std::hash::RandomState::new().build_hasher().finish();
     let partial = directory.join(format!("{key}.{random:016x}.{UNFINISHED}"));
     let result = File::create_new(&partial)
@@ -432,7 +433,7 @@ fn header(key: &CacheKey, bytes: &[u8]) -> [u8; HEADER_BYTES] {
     header
 }
 
-/// The cubin of a file, or what is wrong with the file.
+/// Returns the cubin in a file's bytes, or what is wrong with the file.
 fn unpack(key: &CacheKey, mut file: Vec<u8>) -> Result<Vec<u8>, String> {
     if file.len() < HEADER_BYTES {
         return Err(format!("{} bytes are less than a header", file.len()));
@@ -480,7 +481,7 @@ mod tests {
         panic!("compiled although the cubin is in the cache")
     }
 
-    /// A cache in a directory of the test's own, with one cubin in it.
+    /// Returns a cache in a directory of its own, with one cubin in it.
     fn filled() -> (tempfile::TempDir, Cache, CacheKey) {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::at(directory.path().join("a").join("b"));
@@ -574,7 +575,7 @@ mod tests {
             &entry.warnings[..],
             [CacheWarning::Unreadable { .. }, CacheWarning::Unwritable { .. }]
         ));
-        // Neither counted, nor cleared, nor left beside it half-written.
+        // It is neither counted nor cleared, and no half-written file is left beside it.
         assert_eq!(cache.clear().unwrap(), CacheSize::default());
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     }
@@ -582,7 +583,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn a_directory_that_cannot_be_made_is_a_warning() {
-        // Not even root can make a directory there.
+        // Not even root can create a directory there.
         let cache = Cache::at("/proc/self/flashcore");
         let entry = cache.get_or_compile(&key("kernel"), compile).unwrap();
         assert_eq!(entry.bytes, CUBIN);
@@ -596,7 +597,7 @@ mod tests {
         let (_directory, cache, first) = filled();
         let path = cache.directory().unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o500)).unwrap();
-        // Root writes where it likes; the rest of the test is for others.
+        // Root may write anywhere; the rest of the test is for other users.
         let root = fs::write(path.join("probe"), "").is_ok();
         let entry = cache.get_or_compile(&first, must_not_compile).unwrap();
         assert!(entry.cached && entry.warnings.is_empty());
@@ -709,8 +710,7 @@ mod tests {
         assert_eq!(key("kernel").to_string(), expected);
     }
 
-    /// Reads and writes a few keys again and again, and expects every answer
-    /// to be whole.
+    /// Reads and writes a few keys repeatedly, and expects every result to be complete.
     fn hammer(cache: &Cache, rounds: usize) {
         for round in 0..rounds {
             let name = format!("kernel {}", round % 4);

@@ -247,8 +247,8 @@ pub(crate) fn wavefronts(addresses: &[u32; 32], active: u32, bytes: u32) -> (u64
     (passes.max(ideal), ideal)
 }
 
-/// Whether lanes want neighbours in their order, whole words of them, or all the same: so does nearly
-/// every access, and each of its passes is one that nobody is in the way of.
+/// Returns whether the 32 lanes access consecutive, aligned elements of 4, 8 or 16 bytes, or all
+/// the same one. Nearly every access does, and it has no bank conflicts.
 fn is_one_pass(addresses: &[u32; 32], bytes: u32) -> bool {
     let first = addresses[0];
     let whole = matches!(bytes, 4 | 8 | 16) && first.is_multiple_of(bytes);

@@ -63,9 +63,9 @@ struct Schedule {
     turn: usize,
     /// The number of turns of others since the starved warp had one.
     ahead: u32,
-    /// What can go on: warps, and operations in the order they were issued. Kept for their memory: they
-    /// are found anew for each turn.
+    /// The warps that can run, found anew for each turn; kept to reuse the allocation.
     warps: Vec<Choice>,
+    /// The operations and products that can complete; kept like `warps`.
     others: Vec<Choice>,
 }
 

@@ -217,10 +217,10 @@ struct Reads {
     event: u32,
     lanes: u32,
     others: u32,
-    /// The largest event of all of them.
+    /// The largest event of all reads of the set.
     last: u32,
-    /// A bit for each that a later read could stand for, by [`mark`]: where one is missing, nobody need
-    /// look further.
+    /// The bits from [`Shadow::mark`] of all reads of the set. If the bit of a new read is missing,
+    /// the set has no read that the new one makes redundant.
     marks: u64,
 }
 
@@ -281,7 +281,7 @@ impl Shadow {
     pub(crate) fn event(&mut self, event: Event) -> u32 {
         let (id, cluster) = (self.events.len() as u32, event.cluster as usize);
         if self.begun.len() <= cluster {
-            // Those that have none yet have none that is older.
+            // Clusters up to this one without an event so far will have none older than this.
             self.begun.resize(cluster + 1, id);
         }
         self.events.push(event);
@@ -456,7 +456,8 @@ impl Shadow {
         let mut next = set;
         while next != EMPTY {
             let Reads { event: old, lanes: its, others, last, marks } = self.sets[next as usize];
-            // Thousands of reads may be left, none of them this event's or one it stands for.
+            // None of the remaining reads, of which there may be thousands, is of this event or is
+            // made redundant by it.
             if last < begun || (last < event && marks & wanted == 0) {
                 break;
             }
@@ -478,7 +479,7 @@ impl Shadow {
         id
     }
 
-    /// A set of one read and others.
+    /// Adds a set that consists of one read and the set `others`; returns its index.
     fn push(&mut self, event: u32, lanes: u32, others: u32) -> u32 {
         let Reads { last, marks, .. } = self.sets[others as usize];
         let marks = marks | self.mark(event, lanes);
@@ -486,8 +487,9 @@ impl Shadow {
         self.sets.len() as u32 - 1
     }
 
-    /// The bit of a read that a later one of the same lane could stand for, or of the whole warp: there
-    /// are few others of a component. None, where several lanes have read.
+    /// Returns a bit hashed from the component and the lane of a read, or from the component alone
+    /// for a read of the whole warp: a later read that makes this one redundant has the same bit.
+    /// Returns 0 for reads of several lanes, which no read of one lane makes redundant.
     fn mark(&self, event: u32, lanes: u32) -> u64 {
         if lanes.count_ones() > 1 {
             return 0;
@@ -520,7 +522,7 @@ impl Cells {
         &mut self.from(byte)[0]
     }
 
-    /// The cells from that of a byte on, as far as they lie together.
+    /// Returns the cells from that of `byte` to the end of its page.
     pub(crate) fn from(&mut self, byte: usize) -> &mut [Cell] {
         let (cell, initialised) = (byte / CELL, self.initialised);
         let page = self.pages[cell / PAGE]

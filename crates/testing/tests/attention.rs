@@ -1,4 +1,5 @@
-//! Every back end of this machine against the f64 reference, by the rule.
+//! The forward pass of every back end of this machine against the f64 reference, judged by the
+//! library's accuracy rule.
 
 mod common;
 
@@ -19,7 +20,7 @@ impl Progress for Silent {
     fn advance(&self, _: u64) {}
 }
 
-/// Run a case on every kernel of this machine that accepts it.
+/// Runs a case on every kernel of this machine that accepts it.
 fn check(case: &Case) {
     let machine = Machine::discover();
     let backends: Vec<&dyn Backend> = machine.backends().iter().map(AsRef::as_ref).collect();
@@ -87,7 +88,7 @@ fn empty_problems_have_empty_or_zero_answers() {
     }
 }
 
-/// Few queries over many keys, which the CPU takes in chunks.
+/// Few queries over many keys, which the CPU splits into chunks.
 #[test]
 fn long_caches() {
     let problem =
@@ -102,7 +103,7 @@ fn long_caches() {
     }
 }
 
-/// A row's bits depend neither on the number of threads nor on the rows beside it.
+/// The bits of a row depend neither on the number of threads nor on the other rows.
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
     for (queries, keys, mask) in [
@@ -164,16 +165,16 @@ fn infinite_scores_propagate_as_in_the_plain_algorithm() {
         (result.output.to_f32()[0], result.lse[0])
     };
     let infinity = f32::INFINITY;
-    // Plus infinity: inf - inf.
+    // A score of plus infinity gives inf - inf = NaN.
     let (output, lse) = attend(&[infinity, 0.0, 0.0]);
     assert!(output.is_nan() && lse.is_nan());
-    // Minus infinity is a weight of zero.
+    // A score of minus infinity has a weight of zero.
     let (output, lse) = attend(&[-infinity, 0.0, 0.0]);
     assert_eq!(output, 3.0);
     assert!((lse - 2f32.ln()).abs() < 1e-6);
-    // Nothing but minus infinity has no weight at all, as if masked.
+    // A row of minus infinities counts as fully masked.
     assert_eq!(attend(&[-infinity; 3]), (0.0, -infinity));
-    // Also when a NaN is the only other score.
+    // A NaN shows even if all other scores are minus infinity.
     let (output, lse) = attend(&[-infinity, f32::NAN, -infinity]);
     assert!(output.is_nan() && lse.is_nan());
 }
@@ -294,7 +295,7 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    // The same cases every time; PROPTEST_RNG_SEED tries others.
+    // Every run has the same cases; PROPTEST_RNG_SEED selects others.
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
         rng_seed: RngSeed::Fixed(1),

@@ -1,4 +1,5 @@
-//! Gradients of the library's back ends against the f64 reference, by the rule.
+//! Gradients of the library's back ends against the f64 reference, judged by the library's accuracy
+//! rule.
 
 mod common;
 
@@ -26,9 +27,9 @@ fn standard_cases() {
     }
 }
 
-/// The last row of a causal problem alone sees the huge key, and its gradient is what the rounding of
-/// the saved output leaves of two numbers that cancel: one number, which a baseline with a forward pass
-/// of its own had three times smaller by chance.
+/// Only the last row of a causal problem sees the huge key. Its gradient is what remains of two
+/// numbers that cancel up to the rounding of the saved output. A baseline with a forward pass of
+/// its own had this one number three times smaller by chance.
 #[test]
 fn a_row_of_one_huge_key_is_judged_by_what_was_saved() {
     for dtype in [DType::F16, DType::BF16] {
@@ -40,7 +41,7 @@ fn a_row_of_one_huge_key_is_judged_by_what_was_saved() {
     }
 }
 
-/// Several blocks of rows and of keys in one head, which no standard case has.
+/// Several row blocks and key blocks in one head, which no standard case has.
 #[test]
 fn many_blocks() {
     let problem = |queries, keys| {
@@ -65,7 +66,7 @@ fn backward(problem: &Problem, backward: Backward<'_>) -> Gradients {
     CpuBackend::new().run_backward(problem, backward, &RunOptions::default()).unwrap()
 }
 
-/// The forward pass and the gradients of a problem with random tensors.
+/// Runs the forward pass of a problem, and then its gradients.
 fn differentiate(problem: &Problem, tensors: &InputTensors, gradient: &Tensor) -> Gradients {
     let saved = forward(problem, tensors.inputs());
     backward(problem, Backward::new(tensors.inputs(), &saved, gradient))
@@ -113,7 +114,7 @@ fn poisoned(tensor: &Tensor, poison: impl Fn(usize) -> bool, value: f32) -> Tens
     .unwrap()
 }
 
-/// Whatever a mask hides may hold anything, in tiles that are computed in part as well.
+/// Masked elements may hold anything, also in tiles that are masked only in part.
 #[test]
 fn what_is_not_finite_spreads_to_what_it_meets_and_no_further() {
     for dtype in [DType::F32, DType::F16] {
@@ -192,14 +193,14 @@ fn empty_problems_have_gradients_of_zero() {
 fn rows_and_keys_that_see_nothing_have_gradients_of_exactly_zero() {
     let problem = Problem::new(1, 2, 70, 16).with_key_length(30);
     let problem = problem.with_mask(Mask::window(Some(0), Some(0)).with_chunk(7));
-    // The first forty queries stand before the first key.
+    // The first forty queries are before the first key and see none.
     let (tensors, gradient) = random(&problem, 1);
     let found =
         differentiate(&problem, &tensors, &poisoned(&gradient, |query| query < 40, f32::NAN));
     for head in 0..2 {
         for query in 0..70 {
             let zero = found.query.head(0, head).row(query).iter().all(|it| it.to_bits() << 1 == 0);
-            // Each of the others sees its own key alone: dQ is what roundings leave.
+            // Each of the others sees one key only, so that its dQ is nothing but rounding errors.
             assert!(query >= 40 || zero, "query {query}");
         }
         assert!(found.value.to_f32().iter().all(|value| value.is_finite() && *value != 0.0));
@@ -218,7 +219,7 @@ fn rows_and_keys_that_see_nothing_have_gradients_of_exactly_zero() {
     }
 }
 
-/// Central differences of the public forward pass, in f32.
+/// Compares gradients with central differences of the public forward pass in f32.
 #[test]
 fn the_public_entry_agrees_with_differences() {
     let machine = Machine::discover();
@@ -254,7 +255,7 @@ fn the_public_entry_agrees_with_differences() {
                     moved[index] += step;
                     loss(&moved)
                 });
-                // Roundings of an f32 output, divided by the step.
+                // The rounding error of an f32 output, divided by the step.
                 let error = (f64::from(*found) - expected).abs();
                 assert!(error < 3e-4, "{problem}: {name} {index} is {found}, not {expected}");
             }
@@ -394,7 +395,7 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    // The same cases every time; PROPTEST_RNG_SEED tries others.
+    // Every run has the same cases; PROPTEST_RNG_SEED selects others.
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
         rng_seed: RngSeed::Fixed(1),

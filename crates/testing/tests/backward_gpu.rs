@@ -1,4 +1,5 @@
-//! Gradients on a GPU against the f64 reference, by the rule.
+//! Gradients on a GPU against the f64 reference, judged by the library's accuracy rule. Each test
+//! skips itself where there is no GPU.
 
 mod device;
 
@@ -25,8 +26,9 @@ use flashcore_testing::reference::{self, Heads};
 use flashcore_testing::verdict::GradientsToJudge;
 use rayon::prelude::*;
 
-/// Every thorough case that the kernel serves: odd lengths, more queries than keys and fewer, rows
-/// that see nothing, groups of 1 to 16 heads, windows, chunks, score rules, strides, outliers.
+/// Every thorough case that the Hopper kernel serves: odd lengths, more queries than keys and
+/// fewer, rows that see no key, groups of 1 to 16 heads, windows, chunks, score rules, strides,
+/// outliers.
 #[test]
 fn thorough_cases() {
     if hopper().is_some() {
@@ -34,7 +36,7 @@ fn thorough_cases() {
     }
 }
 
-/// The same with mma.sync.
+/// Every thorough case that the kernel with `mma.sync` serves.
 #[test]
 fn thorough_cases_with_mma() {
     if hopper().is_some() {
@@ -65,13 +67,14 @@ fn check(kernel: &str) {
     assert!(served >= 2000, "only {served} cases were served");
 }
 
-/// Some of the thorough cases in the deterministic mode: right, and twice the same.
+/// Some of the thorough cases in the deterministic mode: results are right, and two runs agree bit
+/// for bit.
 #[test]
 fn deterministic_cases() {
     in_one_order("backward");
 }
 
-/// The same with mma.sync.
+/// Some of the thorough cases in the deterministic mode of the kernel with `mma.sync`.
 #[test]
 fn deterministic_cases_with_mma() {
     in_one_order("backward-mma");
@@ -108,7 +111,8 @@ fn in_one_order(kernel: &str) {
     assert!(served >= 100, "only {served} cases were served");
 }
 
-/// A thousand runs, and with mma.sync some, give the same bits while another stream keeps the GPU busy.
+/// A thousand runs of the Hopper kernel, and some of the kernel with `mma.sync`, give the same bits
+/// while another stream keeps the GPU busy.
 #[test]
 fn deterministic_gradients_repeat_under_load() {
     let Some(gpu) = hopper() else { return };
@@ -161,7 +165,8 @@ fn repeats(backend: &GpuBackend, problem: &Problem, kernel: &str, times: usize) 
     }
 }
 
-/// The sink of a row that sees no key has no gradient, whatever the tensors hold there.
+/// A row that sees no key contributes nothing to the gradient of its sink, whatever the tensors
+/// hold there.
 #[test]
 fn sinks_of_rows_without_keys() {
     let Some(gpu) = hopper() else { return };
@@ -174,7 +179,7 @@ fn sinks_of_rows_without_keys() {
         let gradient = |hidden: f32| {
             let random = Tensor::random(DType::BF16, problem.output_shape(), 1).unwrap();
             Tensor::from_fn(DType::BF16, random.shape(), |[batch, query, head, element]| {
-                // These queries stand more than three before the first key.
+                // Other queries are more than three positions before the first key.
                 let seen = query >= 200 - 3;
                 if seen { random.head(batch, head).row(query)[element] } else { hidden }
             })
@@ -195,7 +200,7 @@ fn sinks_of_rows_without_keys() {
     }
 }
 
-/// Packed and padded sequences of random lengths, each batch described by its seed.
+/// Packed and padded sequences of random lengths, each batch determined by its seed.
 #[test]
 fn random_ragged_batches() {
     if hopper().is_some() {
@@ -203,7 +208,7 @@ fn random_ragged_batches() {
     }
 }
 
-/// The same with mma.sync.
+/// Random ragged batches on the kernel with `mma.sync`.
 #[test]
 fn random_ragged_batches_with_mma() {
     if hopper().is_some() {
@@ -234,7 +239,8 @@ fn check_ragged(kernel: &str) {
     assert!(found.len() > 600, "only {} batches were served", found.len());
 }
 
-/// Lengths are read on the device: a graph is right for whatever they are when it runs.
+/// Lengths are read on the device, so that a captured graph is right for whatever they are when it
+/// runs.
 #[test]
 fn a_graph_is_right_for_other_lengths() {
     const ROWS: usize = 900;
@@ -315,7 +321,8 @@ fn a_graph_is_right_for_other_lengths() {
     }
 }
 
-/// Compiles what the problems need on all cores: the best forward kernel, and this one.
+/// Compiles the kernels of the problems on all cores: the best forward kernel and the backward
+/// kernel `backward`.
 fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>, backward: &str) {
     let mut kernels = HashSet::new();
     for problem in problems {

@@ -1,8 +1,8 @@
-//! Which kernel runs, in which configuration, for many calls on several GPUs: the same whichever way
-//! a call is described, and the same as in the table `data/choices.txt`, so that a change of choice
-//! shows in review. Other front ends are tested against the same table.
+//! The planner's choice of kernel and configuration for many calls on several GPUs. The choice must
+//! be the same however a call is described, and the same as in the table `data/choices.txt`, so
+//! that a change of choice shows in review. Other front ends are tested against the same table.
 //!
-//! `INSTA_UPDATE=always` writes the table anew.
+//! `INSTA_UPDATE=always` rewrites the table.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -16,7 +16,7 @@ use flashcore::{
 };
 use ptx::Target;
 
-/// How tensors lie, in every way that is a reason for another kernel.
+/// A memory layout of tensors; each may be a reason to choose another kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Order {
     /// (batch, length, heads, dim) without gaps.
@@ -27,7 +27,7 @@ enum Order {
     Gaps,
     /// Gaps of 4 elements after every vector.
     OddGaps,
-    /// Without gaps, from an address on that is no multiple of 16.
+    /// Without gaps, at an address that is not a multiple of 16.
     Unaligned,
 }
 
@@ -57,7 +57,7 @@ impl Order {
     }
 }
 
-/// Every chip, by the name of its line.
+/// The chips, with the names that their lines of the table have.
 fn chips() -> [(&'static str, Chip); 4] {
     [
         ("H200", Chip::H200),
@@ -67,7 +67,7 @@ fn chips() -> [(&'static str, Chip); 4] {
     ]
 }
 
-/// The calls, as texts.
+/// Returns the calls of the table, parsed from their texts.
 fn calls() -> Vec<(Problem, Order)> {
     let mut calls: Vec<(String, Order)> = Vec::new();
     let mut plain = |text: &str| calls.push((text.to_owned(), Order::Contiguous));
@@ -95,7 +95,7 @@ fn calls() -> Vec<(Problem, Order)> {
         "b=2,h=8,s=300,d=128,f32,causal",
         "b=1,h=8,s=1,sk=500,d=128,f32",
         "b=2,h=2,s=9,sk=0,d=64,f16",
-        // Scales that the guarded softmax does not take.
+        // Scales that the guarded softmax does not support.
         "b=2,h=2,s=90,d=64,f16,scale=0",
         "b=2,h=2,s=90,d=64,f16,scale=-0.125",
         "b=2,h=2,s=90,d=64,f16,scale=3",
@@ -109,7 +109,7 @@ fn calls() -> Vec<(Problem, Order)> {
         "b=1,h=8,s=4096,d=64,bf16,chunk=8192",
         "b=1,h=8,s=1,sk=4096,d=64,bf16,causal,chunk=512",
         "b=1,h=8,s=100,d=64,f32,window=9:0,chunk=32",
-        // What changes scores.
+        // Rules that change scores.
         "b=1,h=8,s=2048,d=128,bf16,causal,softcap=30",
         "b=1,h=8,s=2048,d=128,bf16,causal,alibi",
         "b=2,h=8,s=2048,d=64,f16,alibi=sequences",
@@ -128,7 +128,7 @@ fn calls() -> Vec<(Problem, Order)> {
         "b=4,h=8,s=300,d=64,bf16,queries=packed:900,keys=packed:900,key_lengths,left_padding",
         "b=4,h=8,s=300,d=20,f16,queries=packed:900,keys=packed:900",
         "b=4,h=8,s=300,d=64,f32,queries=packed:900,keys=packed:900",
-        // Padded batches of lengths of their own.
+        // Padded batches with lists of lengths.
         "b=4,h=8,s=300,d=64,f16,causal,key_lengths",
         "b=4,h=8,s=300,d=64,f16,causal,query_lengths,key_lengths",
         "b=4,h=8,hk=2,s=1,sk=3000,d=128,bf16,causal,key_lengths",
@@ -163,7 +163,7 @@ fn calls() -> Vec<(Problem, Order)> {
     calls.into_iter().map(|(text, order)| (text.parse().unwrap(), order)).collect()
 }
 
-/// The kernel and configuration that a plan chose.
+/// Describes the kernel and configuration that a plan chose.
 fn chosen(plan: Result<Plan, flashcore::Error>) -> String {
     match plan {
         Ok(plan) => {
@@ -174,7 +174,7 @@ fn chosen(plan: Result<Plan, flashcore::Error>) -> String {
     }
 }
 
-/// What is chosen for a call, whichever way it is described.
+/// Returns the choice for a call, after checking that every description of the call gives the same.
 fn choose(chip: &Chip, problem: &Problem, order: Order, host: Option<&Host>) -> String {
     let preference = Preference::default();
     let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
@@ -188,7 +188,7 @@ fn choose(chip: &Chip, problem: &Problem, order: Order, host: Option<&Host>) -> 
     let tensors = Tensors::new([query, key, value, output], None);
     let on_device = chosen(Plan::on_gpu(chip, problem, &tensors.arrangement(), &preference));
 
-    // A text, and strides.
+    // The problem as text, with strides.
     let text: Problem = problem.text().parse().unwrap();
     assert_eq!(text, *problem);
     let mut arrangement = Arrangement::contiguous(&text).unwrap();
@@ -197,7 +197,7 @@ fn choose(chip: &Chip, problem: &Problem, order: Order, host: Option<&Host>) -> 
     let by_text = chosen(Plan::on_gpu(chip, &text, &arrangement, &preference));
     assert_eq!(by_text, on_device, "{}", problem.text());
     if order == Order::Contiguous {
-        // With the CPU to fall back to.
+        // A plan that may fall back to the CPU.
         let planned = Plan::on_chip(chip, &text, &preference).unwrap();
         match planned.chosen.backend {
             "gpu" => assert_eq!(chosen(Ok(planned)), on_device, "{}", problem.text()),
@@ -216,7 +216,7 @@ fn choose(chip: &Chip, problem: &Problem, order: Order, host: Option<&Host>) -> 
     on_device
 }
 
-/// Tensors of a call in host memory.
+/// The tensors of a call in host memory.
 struct Host {
     query: Tensor,
     key: Tensor,
@@ -227,7 +227,7 @@ struct Host {
 }
 
 impl Host {
-    /// Zeros; nothing where that would be too many.
+    /// Creates tensors of zeros; `None` if they would be too large.
     fn new(problem: &Problem, order: Order) -> Option<Self> {
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let large = |shape: &Shape| shape.elements().is_none_or(|elements| elements > 1 << 24);
@@ -247,7 +247,8 @@ impl Host {
         Some(Host { query, key, value, slopes, sinks, sequences })
     }
 
-    /// The problem that they pose, with the inputs. Tensors know nothing of masks, scales and caps.
+    /// Returns the problem that the tensors pose, and the inputs. Masks, scales and caps, which
+    /// tensors do not determine, come from `asked`.
     fn call(&self, asked: &Problem) -> (Problem, Inputs<'_>) {
         let mut inputs = Inputs::new(&self.query, &self.key, &self.value);
         if asked.scores.has_alibi() {
@@ -265,7 +266,8 @@ impl Host {
     }
 }
 
-/// Lengths of packed sequences: as many rows as there are, the longest as long as can be.
+/// Returns lengths of packed sequences with `rows` rows in total, one of them of the longest
+/// length.
 fn lengths(problem: &Problem, rows: usize, longest: usize) -> Vec<usize> {
     let mut rest = rows;
     let lengths = (0..problem.batch).map(|_| {
@@ -280,7 +282,7 @@ fn starts(lengths: &[usize]) -> Vec<usize> {
     (0..=lengths.len()).map(|count| lengths[..count].iter().sum()).collect()
 }
 
-/// One sequence of several is a row shorter than its place.
+/// Makes one of the sequences, not the first, a row shorter than its room.
 fn shorter(mut lengths: Vec<usize>) -> Vec<usize> {
     let shortened = lengths.iter().skip(1).position(|length| *length > 0).unwrap() + 1;
     lengths[shortened] -= 1;

@@ -1,5 +1,5 @@
-//! Sequences on a GPU: what only a GPU can show of attention over caches, of appending to them and
-//! of combining parts. Each test passes over itself where there is none.
+//! Tests that need a GPU of attention over caches, of appending to caches and of combining parts.
+//! Each test skips itself where there is no GPU.
 
 mod device;
 
@@ -18,7 +18,7 @@ use flashcore_testing::check::{self, Invariance};
 
 use device::{HALVES, Silent, all_pass, gpu, is_right};
 
-/// The element types of 8 bits.
+/// The 8-bit element types.
 const NARROW: [DType; 3] = [DType::E4M3, DType::E5M2, DType::Int8];
 
 #[test]
@@ -30,7 +30,7 @@ fn decode_is_right_about_random_sequences() {
     all_pass(HALVES.into_iter().flat_map(run), 3_000);
 }
 
-/// Caches of 8 bits: few queries as they are, many over what was widened.
+/// Caches of 8 bits: read directly for few queries, and widened to 16 bits before for many.
 #[test]
 fn caches_of_8_bits_are_attended() {
     let Some(gpu) = gpu() else { return };
@@ -48,7 +48,7 @@ fn decode_is_right_about_plain_problems() {
     device::is_right_about_plain_problems(gpu, "decode");
 }
 
-/// Each query's bits are those it has alone, in ten thousand random batches.
+/// Each query of ten thousand random batches gives the same bits as alone.
 #[test]
 fn bits_do_not_depend_on_the_batch() {
     let Some(gpu) = gpu() else { return };
@@ -58,8 +58,8 @@ fn bits_do_not_depend_on_the_batch() {
     assert!(compared > 100_000, "{compared}");
 }
 
-/// The same over what fills an H200, up to 128 sequences of 8193 keys and 9 key heads: several
-/// groups of splits, shared among teams.
+/// Batch invariance of batches that fill an H200, up to 128 sequences of 8193 keys and 9 key heads:
+/// several groups of splits, distributed over teams of thread blocks.
 #[test]
 fn bits_do_not_depend_on_a_large_batch() {
     let Some(gpu) = gpu() else { return };
@@ -98,7 +98,7 @@ const KV_HEADS: usize = 2;
 const DIM: usize = 128;
 const PAGE: usize = 16;
 const COLUMNS: usize = 70;
-/// Positions that a sequence has room for.
+/// The most positions of a sequence.
 const MOST: usize = PAGE * COLUMNS;
 
 fn problem(batch: usize) -> Problem {
@@ -123,7 +123,7 @@ fn plan(gpu: &Gpu, problem: &Problem) -> Result<AttentionPlan, flashcore::Error>
     AttentionPlan::new(gpu, problem, &arrangement, &Preference::named("decode"))
 }
 
-/// Random tensors of the shapes that a problem has, on the device and in host memory.
+/// Random tensors of a problem, on the device and in host memory.
 struct Served {
     query: Tensor,
     key: Tensor,
@@ -134,7 +134,7 @@ struct Served {
     _held: Vec<Buffer>,
 }
 
-/// A list on the device, whose numbers can be changed.
+/// Creates a list on the device, whose numbers tests overwrite.
 fn list(gpu: &Gpu, numbers: &[i32]) -> Buffer {
     Buffer::from_slice(gpu.stream(), numbers).unwrap()
 }
@@ -165,7 +165,7 @@ fn shuffled(count: usize) -> Vec<i32> {
     (0..count).map(|page| ((page * 37 + 11) % count) as i32).collect()
 }
 
-/// One graph, captured when the sequences were short, is right at every length.
+/// A graph that was captured when the sequences were short is right at every length.
 #[test]
 fn a_graph_is_right_for_growing_lengths() {
     let Some(gpu) = gpu() else { return };
@@ -201,14 +201,15 @@ fn a_graph_is_right_for_growing_lengths() {
     }
 }
 
-/// Numbers that no list should hold, in turn.
+/// Returns numbers that no valid list holds.
 fn nonsense(count: usize) -> Vec<i32> {
     let bad = [i32::MAX, -1, i32::MIN, 1 << 30, 5, -70_000, 123_456];
     (0..count).map(|index| bad[index % bad.len()]).collect()
 }
 
-/// Tables and lengths that the host cannot see may be anything: nothing outside the tensors is
-/// read or written (`compute-sanitizer` looks on), and what is right stays right.
+/// Block tables and lengths that the host cannot check may hold anything: nothing outside the
+/// tensors is read or written (run under `compute-sanitizer` to verify), and valid sequences stay
+/// right.
 #[test]
 fn hostile_tables_and_lengths_stay_inside() {
     let Some(gpu) = gpu() else { return };
@@ -229,17 +230,17 @@ fn hostile_tables_and_lengths_stay_inside() {
     };
     let most = MOST as i32;
     let good = run([7, most, 0, 1, 900], &table);
-    // A length beyond the cache is the whole cache, a negative one is none.
+    // A length beyond the cache counts as the whole cache, a negative one as zero.
     let beyond = run([7, i32::MAX, i32::MIN, 1, 900], &table);
     assert_eq!((good.0.bytes(), &good.1), (beyond.0.bytes(), &beyond.1));
     let lost = run([i32::MAX, -1, most, 5, 123_456], &nonsense(table.len()));
     assert!(lost.1[HEADS..2 * HEADS].iter().all(|lse| *lse == f32::NEG_INFINITY));
-    // Nothing was left behind.
+    // The hostile runs have no effect on later ones.
     let again = run([7, most, 0, 1, 900], &table);
     assert_eq!((good.0.bytes(), &good.1), (again.0.bytes(), &again.1));
 }
 
-/// The same for packed queries and keys with every list that there is.
+/// Hostile numbers in every list of packed queries and keys.
 #[test]
 fn hostile_starts_stay_inside() {
     let Some(gpu) = gpu() else { return };
@@ -295,7 +296,7 @@ fn hostile_starts_stay_inside() {
     assert_eq!((first.0.bytes(), &first.1), (again.0.bytes(), &again.1));
 }
 
-/// The same for new tokens with rotary embeddings, into pages and into batch entries.
+/// Hostile numbers in the lists of appends with rotary embeddings, to pages and to batch entries.
 #[test]
 fn hostile_appends_stay_inside() {
     let Some(gpu) = gpu() else { return };
@@ -358,7 +359,7 @@ fn hostile_appends_stay_inside() {
             gpu.append(stream, &append, &tensors).unwrap();
             stream.download_vec(after.all()).unwrap()
         };
-        // What there is no room for is not there afterwards.
+        // Tokens beyond the capacity do not count in the lengths afterwards.
         assert_eq!(run(&good), [4, 16, 1120, 4, 902]);
         for bad in 0..7 {
             let mut hostile = good.clone();

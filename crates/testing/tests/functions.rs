@@ -1,5 +1,4 @@
-//! Masks and scores as functions: on the CPU and on a GPU against the reference, and what the planner
-//! says.
+//! Mask and score functions: the CPU and a GPU against the reference, and the planner's choices.
 
 mod device;
 
@@ -20,12 +19,12 @@ fn run(problem: &Problem, inputs: Inputs<'_>) -> flashcore::Output {
     CpuBackend::new().run(problem, inputs, &RunOptions::default()).unwrap()
 }
 
-/// The CPU against the reference, which evaluates the same functions in f64.
+/// Checks the CPU against the reference, which evaluates the same functions in f64.
 fn check(problem: &Problem, captured: &[HostTensor]) {
     check_on(&CpuBackend::new(), problem, captured);
 }
 
-/// The same on a back end.
+/// Checks a back end against the reference.
 fn check_on(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
     let tensors = InputTensors::random(problem, 7).unwrap();
     let inputs = tensors.inputs().with_captured(captured);
@@ -37,7 +36,7 @@ fn check_on(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
     assert!(verdict.passed, "{problem}: {verdict}");
 }
 
-/// Gradients on a back end against the reference.
+/// Checks the gradients of a back end against the reference.
 fn check_gradients(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
     let tensors = InputTensors::random(problem, 7).unwrap();
     let inputs = tensors.inputs().with_captured(captured);
@@ -59,7 +58,7 @@ fn documents() -> Mask {
     })
 }
 
-/// A mask by name and a function together.
+/// Returns a mask by name combined with a mask function.
 fn causal_documents() -> Mask {
     Mask::CAUSAL.with_function(documents().function.unwrap())
 }
@@ -84,7 +83,7 @@ fn the_cpu_follows_functions() {
         let both = causal_documents();
         check(&problem.with_mask(both).with_scores(biased.with_sinks()), &[bias.clone(), ids()]);
     }
-    // Few queries over many keys: chunks of the keys are tasks.
+    // Few queries over many keys, which the CPU splits into chunks.
     let few = Problem::new(2, 4, 3, 16).with_key_length(3500).with_dtype(DType::F32);
     check(&few.with_mask(dilated), &[]);
 }
@@ -97,7 +96,7 @@ fn sized(dtype: DType) -> Problem {
     problem.with_dtype(dtype)
 }
 
-/// Every rule that is ready-made, forward and backward.
+/// Every ready-made rule, forward and backward.
 #[test]
 fn the_cpu_follows_ready_made_rules() {
     let cpu = CpuBackend::new();
@@ -126,8 +125,8 @@ fn the_cpu_follows_random_compositions() {
     }
 }
 
-/// Which part of how many a process has of what takes long, by a variable such as `3/16`: kernels
-/// compile one after the other in a process, and side by side in several.
+/// Returns which part of the long tests this process runs, and of how many, from a variable such as
+/// `3/16`: a process compiles kernels one after the other, several processes compile side by side.
 fn part() -> (u64, u64) {
     let Ok(text) = std::env::var("FLASHCORE_TEST_PART") else { return (0, 1) };
     let numbers = text.split_once('/').and_then(|(part, of)| {
@@ -136,8 +135,8 @@ fn part() -> (u64, u64) {
     numbers.unwrap_or_else(|| panic!("FLASHCORE_TEST_PART is {text}, expected such as 3/16"))
 }
 
-/// A thousand of them on a GPU: every one is compiled, which takes half a second each.
-/// `FLASHCORE_TEST_PART` shares them out over processes.
+/// A thousand functions on a GPU. Each is compiled, which takes half a second;
+/// `FLASHCORE_TEST_PART` distributes them over processes.
 #[test]
 #[ignore = "a quarter of an hour on a GPU"]
 fn a_gpu_follows_a_thousand_compositions() {
@@ -154,7 +153,7 @@ fn a_gpu_follows_a_thousand_compositions() {
     }
 }
 
-/// Every rule that is ready-made in every family that a GPU has for it.
+/// Every ready-made rule in every family that serves it on this GPU.
 #[test]
 fn a_gpu_follows_ready_made_rules() {
     let Some(gpu) = device::gpu() else { return };
@@ -170,7 +169,7 @@ fn a_gpu_follows_ready_made_rules() {
     }
 }
 
-/// What a function says of the distance alone is said by name, in every family.
+/// Functions of the distance alone run as windows by name, in every family.
 #[test]
 fn windows_in_functions_run_by_name() {
     let configuration = |mask: Mask| {
@@ -184,7 +183,7 @@ fn windows_in_functions_run_by_name() {
         before.ge(0) & before.lt(1024)
     });
     assert_eq!(configuration(window), configuration(Mask::window(Some(1023), Some(0))));
-    // What is left of the others has the tiles of masks that hide.
+    // Other mask functions get the tiles of configurations with a mask.
     let prefix = Mask::from_fn("prefix", |at| at.key().lt(512) | at.key().le(at.query()));
     assert!(configuration(prefix).unwrap().ends_with("128x128_s2q2_turns"));
     let packed = Mask::from_fn("packed", |at| {
@@ -194,7 +193,7 @@ fn windows_in_functions_run_by_name() {
     assert!(configuration(packed).unwrap().contains("_causal_packed_"));
 }
 
-/// A function that says what a mask by name says gives the same bits.
+/// A function that is equivalent to a mask by name gives the same bits.
 #[test]
 fn causal_as_a_function_is_causal() {
     let problem = Problem::new(1, 2, 70, 32).with_key_length(90).with_dtype(DType::F32);
@@ -226,7 +225,7 @@ fn a_key_that_a_function_hides_may_be_anything() {
     assert_eq!(good.lse, found.lse);
 }
 
-/// Functions know which sequence of a ragged batch they stand in.
+/// Functions get the index of their sequence in a ragged batch.
 #[test]
 fn ragged_batches_follow_functions() {
     let problem = Problem::new(3, 2, 1, 16).with_dtype(DType::F32);
@@ -267,7 +266,7 @@ fn tensors_of_functions_are_looked_at_first() {
     assert_eq!(refusal(&[ids(), other]), "no function loads from tensor other");
 }
 
-/// Which family takes a function, and why the others do not.
+/// The planner says which family takes a function, and why the others do not.
 #[test]
 fn the_planner_knows_who_takes_functions() {
     let planned =

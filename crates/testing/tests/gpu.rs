@@ -1,4 +1,4 @@
-//! What only a GPU can show. Each test passes over itself where there is none.
+//! Tests of the forward kernels that need a GPU. Each skips itself where there is none.
 
 mod device;
 
@@ -19,7 +19,7 @@ use ptx::Capability;
 
 use device::{Silent, gpu, hopper};
 
-/// Every case that a kernel accepts must pass; how many there are.
+/// Checks that every case that a kernel accepts passes; returns how many there are.
 fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
     let backends: [&dyn Backend; 1] = [backend];
     let checked = check::run_all(&backends, Some(kernel), cases, &Silent);
@@ -56,8 +56,8 @@ fn forward_attention_is_right() {
     assert!(count >= 2000, "{count}");
 }
 
-/// Every case of both lists with all inputs in e4m3, under each kind of factors that the kernel takes,
-/// with contents of their own.
+/// Returns every case of both lists with all inputs in e4m3, under each kind of descale factors
+/// that the kernel takes, with different contents.
 fn all_in_e4m3() -> Vec<check::Case> {
     let inputs = DTypes::inputs(DType::E4M3);
     let heads = Descales { query: Descale::PerHead, ..Descales::of_cache(Descale::PerHead) };
@@ -77,7 +77,7 @@ fn all_in_e4m3() -> Vec<check::Case> {
     all
 }
 
-/// Known without a GPU, so that the next test is not a short one by mistake.
+/// Checks without a GPU that the next test has as many cases as it should.
 #[test]
 fn forward_takes_thousands_of_cases_in_e4m3() {
     let takes = |case: &&check::Case| {
@@ -113,7 +113,8 @@ fn mma_attention_is_right() {
     assert!(count >= 100, "{count}");
 }
 
-/// Partial results of two streams at once do not meet, and what the kernel cannot read is named.
+/// Partial results of two concurrent streams do not mix, and an error names what the kernel cannot
+/// read.
 #[test]
 fn split_keys_are_put_together_on_each_stream() {
     let Some(gpu) = gpu() else { return };
@@ -166,7 +167,7 @@ fn hopper_runs_the_forward_kernel_and_says_so() {
     assert!(result.report.reason.contains("tiles"), "{}", result.report.reason);
 }
 
-/// The plan of a kernel for tensors without gaps.
+/// Returns the plan of a kernel for tensors without gaps.
 fn plan(gpu: &Gpu, problem: &Problem, kernel: &str) -> AttentionPlan {
     let arrangement = Arrangement::contiguous(problem).unwrap();
     AttentionPlan::new(gpu, problem, &arrangement, &Preference::named(kernel)).unwrap()
@@ -176,7 +177,7 @@ fn configuration(plan: &AttentionPlan) -> Configuration {
     *plan.plan().chosen.choice.as_ref().unwrap().kernel()
 }
 
-/// The plan of a configuration that nobody would choose.
+/// Returns the plan of a given configuration, which the planner would not choose.
 fn asked_for(gpu: &Gpu, problem: &Problem, kernel: Configuration) -> AttentionPlan {
     let arrangement = Arrangement::contiguous(problem).unwrap();
     let preference = Preference::named(kernel.family());
@@ -186,12 +187,12 @@ fn asked_for(gpu: &Gpu, problem: &Problem, kernel: Configuration) -> AttentionPl
     AttentionPlan::of(gpu, plan, arrangement).unwrap()
 }
 
-/// Tensors of a problem on the device, between nothing.
+/// The tensors of a problem on the device, without gaps.
 struct OnDevice {
     tensors: Tensors,
     output: Buffer,
     lse: Buffer,
-    /// Kept alive.
+    /// The inputs, kept alive for the addresses in `tensors`.
     _inputs: [Buffer; 3],
 }
 
@@ -208,7 +209,7 @@ impl OnDevice {
         OnDevice { tensors, output, lse, _inputs: inputs }
     }
 
-    /// The bits of the result.
+    /// Returns the bits of the output and the log-sum-exps.
     fn read(&self, stream: &Stream) -> (Vec<u16>, Vec<u32>) {
         let output = stream.download_vec(self.output.all()).unwrap();
         (output, stream.download_vec(self.lse.all()).unwrap())
@@ -244,7 +245,7 @@ fn a_thousand_runs_give_the_same_bits() {
     }
 }
 
-/// The plan on streams of a caller's, with tensors that move, against the back end.
+/// A plan on the caller's streams, with tensors that move, gives the same as the back end.
 #[test]
 fn a_plan_follows_its_tensors() {
     let Some(gpu) = hopper() else { return };
@@ -265,7 +266,7 @@ fn a_plan_follows_its_tensors() {
         let bits: Vec<u32> = expected.lse.iter().map(|value| value.to_bits()).collect();
         assert_eq!(lse, bits, "round {round}");
     }
-    // What the copy engine cannot read is named, and the plan goes on afterwards.
+    // An error names strides that TMA cannot read, and the plan works afterwards.
     let good = devices[0].tensors;
     let odd = Strides { heads: 129, ..good.key.strides };
     let wrong = Tensors { key: DeviceTensor { strides: odd, ..good.key }, ..good };
@@ -279,13 +280,13 @@ fn a_plan_follows_its_tensors() {
     streams[0].synchronize().unwrap();
 }
 
-/// What front ends do: results in new memory for every call, plans made and dropped, each thread
-/// on a stream of its own.
+/// Works like front ends do: results in new memory for every call, plans made and dropped, each
+/// thread on its own stream.
 #[test]
 fn eight_threads_share_a_gpu_and_leak_nothing() {
     const THREADS: usize = 8;
     const CALLS: usize = 10_000;
-    // Less than any of the results that a call allocates would come to, were it not freed.
+    // Less than what any allocation of a call would add up to if it were leaked.
     const SLACK: u64 = 4 << 20;
 
     let Some(gpu) = hopper() else { return };
@@ -346,7 +347,7 @@ fn eight_threads_share_a_gpu_and_leak_nothing() {
         gpu.device().synchronize().unwrap();
         gpu.device().free_memory().unwrap()
     };
-    // The driver keeps some of what the first calls made it allocate.
+    // The driver keeps some memory that the first calls made it allocate.
     let before = on_all_threads(20);
     let begin = Instant::now();
     let after = on_all_threads(CALLS / THREADS);
@@ -359,7 +360,7 @@ fn half_bits(tensor: &Tensor) -> Vec<u16> {
     pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
-/// What a launch costs the host, with the same tensors and with four that moved.
+/// Measures what a launch costs the host, with the same tensors and with four that moved.
 #[test]
 fn a_launch_costs_the_host_a_few_microseconds() {
     let Some(gpu) = hopper() else { return };
@@ -368,7 +369,7 @@ fn a_launch_costs_the_host_a_few_microseconds() {
     let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
     for (what, period) in [("the same tensors", 1), ("tensors that move", 2)] {
         let mut costs = Vec::new();
-        // Bursts shorter than the driver's queue, which would make the host wait.
+        // Bursts are shorter than the driver's queue; when it is full, the host waits.
         for _ in 0..50 {
             gpu.stream().synchronize().unwrap();
             let begin = Instant::now();
@@ -380,12 +381,12 @@ fn a_launch_costs_the_host_a_few_microseconds() {
         gpu.stream().synchronize().unwrap();
         costs.sort_by(f64::total_cmp);
         println!("{what}: {:.2} us a launch (best {:.2})", costs[25], costs[0]);
-        // 3.8 to 4.7 were seen; an allocation or a compilation would show.
+        // 3.8 to 4.7 us were measured; an allocation or a compilation would show.
         assert!(costs[25] < 8.0, "{what}: {:.2} us a launch", costs[25]);
     }
 }
 
-/// The compact form of a kernel gives the same answers as the full one, which takes over.
+/// The compact form of a kernel gives the same results as the full one, which then replaces it.
 #[test]
 fn the_full_form_takes_over_from_the_compact_one() {
     let Some(_) = hopper() else { return };
@@ -410,14 +411,14 @@ fn the_full_form_takes_over_from_the_compact_one() {
             device.read(gpu.stream())
         });
         assert!(early == late, "the two forms differ: {problem}");
-        // The next process finds the full form.
+        // The next process finds the full form in the cache.
         let next = plan(&open(), &problem, "forward");
         assert!(next.compilation().cached && !next.compilation().compact);
     }
 }
 
-/// What the driver's compiler makes of a kernel is what the tests of the assembler saw: nothing in
-/// local memory, and no complaint.
+/// The driver's compiler compiles kernels as cleanly as `ptxas` does in the tests of the assembler:
+/// nothing in local memory, and no performance notes.
 #[test]
 fn the_driver_compiles_kernels_without_a_spill() {
     let Some(_) = hopper() else { return };
@@ -446,13 +447,13 @@ fn every_matrix_kernel_is_right() {
     }
 }
 
-/// The language costs nothing: the ceiling loop is as fast as by hand.
+/// The ceiling loop written in this project's language is as fast as the one in hand-written PTX.
 #[test]
 fn the_ceiling_loop_is_as_fast_as_by_hand() {
     let Some(gpu) = hopper() else { return };
     let mut ratios = Vec::new();
     for round in 0..6 {
-        // Whoever comes second finds the chip warmer, so they take turns.
+        // The second one runs on a warmer chip, so the order alternates.
         let measure_ours = || ladder::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
         let (ours, hand) = if round % 2 == 0 {
             (measure_ours(), by_hand(&gpu))
@@ -467,7 +468,7 @@ fn the_ceiling_loop_is_as_fast_as_by_hand() {
     assert!((ratios[2] + ratios[3]) / 2.0 >= 0.95, "{ratios:?}");
 }
 
-/// TFLOP/s of the loop in `data/ceiling_by_hand.ptx`.
+/// Measures the TFLOP/s of the loop in `data/ceiling_by_hand.ptx`.
 fn by_hand(gpu: &Gpu) -> f64 {
     let text = include_str!("data/ceiling_by_hand.ptx");
     let cubin = gpu.device().compile(text, OptimizationLevel::O3).unwrap();
@@ -505,8 +506,8 @@ fn by_hand(gpu: &Gpu) -> f64 {
     best
 }
 
-/// Not a check but a measurement: what each form costs to compile, and how it then runs. Run with
-/// `CUDA_CACHE_DISABLE=1`, or the driver's own cache answers.
+/// A measurement, not a check: how long each form takes to compile, and how fast it runs. Set
+/// `CUDA_CACHE_DISABLE=1`, or the driver takes kernels from its own cache.
 #[test]
 #[ignore = "prints a table"]
 fn forms() {

@@ -1,4 +1,5 @@
-//! The reference of the backward pass: against finite differences, and what must be exactly zero.
+//! The reference of the backward pass: compared with finite differences, and checked for gradients
+//! that must be exactly zero.
 
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
@@ -8,8 +9,8 @@ use flashcore_testing::compare_gradients;
 use flashcore_testing::reference::{self, Gradients, HeadGradients, Heads, Rows};
 use flashcore_testing::verdict::{GradientsToJudge, GradientsVerdict};
 
-/// A small problem with its tensors, in f32 but with values that 16 bits hold: a step to either
-/// side of them is exact.
+/// A small problem with its tensors, in f32 but with values that 16 bits represent, so that a step
+/// to either side of a value is exact.
 struct Small {
     problem: Problem,
     tensors: InputTensors,
@@ -34,7 +35,8 @@ impl Small {
         reference::gradients(&self.problem, inputs, &self.gradient, &heads, None).unwrap()
     }
 
-    /// The sum of outputs times their gradients, by the reference of the forward pass.
+    /// Returns the loss, the sum of outputs times their gradients, by the reference of the forward
+    /// pass.
     fn loss(&self, inputs: Inputs<'_>) -> f64 {
         let rows = Rows::all(&self.problem);
         let answer = reference::attention(&self.problem, inputs, &rows, None).unwrap();
@@ -46,8 +48,8 @@ impl Small {
         rows.as_slice().iter().zip(outputs).map(of_row).sum()
     }
 
-    /// The derivative of the loss by the value at an index of a tensor, which `with` puts in its
-    /// place.
+    /// Returns the derivative of the loss with respect to the element at an index of a tensor;
+    /// `with` puts the changed tensor in place.
     fn difference<'a>(
         &'a self,
         tensor: &Tensor,
@@ -62,7 +64,8 @@ impl Small {
         })
     }
 
-    /// Central differences over two steps, put together so that the third derivative drops out.
+    /// Returns the slope by central differences over two step sizes, combined so that the third
+    /// derivative cancels (Richardson extrapolation).
     fn slope(&self, loss: impl Fn(f32) -> f64) -> f64 {
         const STEP: f32 = 1.0 / 64.0;
         let central = |step: f32| (loss(step) - loss(-step)) / f64::from(2.0 * step);
@@ -79,7 +82,7 @@ fn rounded(tensor: &Tensor) -> Result<Tensor, TensorError> {
     Tensor::from_f32(tensor.dtype(), tensor.shape(), &values)
 }
 
-/// The numbers of a gradient in the order of its tensor, from those of its heads.
+/// Returns the elements of a gradient in the order of its tensor, from the gradients by head.
 fn in_order(
     gradients: &Gradients,
     shape: Shape,
@@ -216,7 +219,7 @@ fn replaced(tensor: &Tensor, value: impl Fn(usize) -> Option<f32>) -> Tensor {
 
 #[test]
 fn what_sees_nothing_and_what_nobody_sees_is_exactly_zero() {
-    // The first four queries see nothing; their gradients may be anything.
+    // The first four queries see no key; their output gradients may be anything.
     let small = Small::new(problem(7, 3).with_mask(Mask::CAUSAL).with_sinks(), 11);
     let poisoned = Small {
         gradient: replaced(&small.gradient, |query| (query < 4).then_some(f32::NAN)),
@@ -249,7 +252,7 @@ fn nan_spreads_to_what_it_meets_and_no_further() {
     };
     let finite = |values: &[f64]| values.iter().filter(|value| value.is_finite()).count();
     assert_eq!(nan(&head.query, 5), [false, false, true, false, false, false]);
-    // Keys 0 to 2 are seen by query 2.
+    // Query 2 sees keys 0 to 2.
     assert_eq!(nan(&head.key, 5), [true, true, true, false, false, false]);
     assert_eq!(nan(&head.value, 3), [true, true, true, false, false, false]);
     assert_eq!([finite(&head.query), finite(&head.key), finite(&head.value)], [25, 15, 9]);
@@ -304,7 +307,7 @@ fn an_infinite_value_does_not_make_the_rule_lax() {
     assert!(!judged.passed(reference, wrong)[0]);
 }
 
-/// A problem with what the rule needs, and the reference rounded to the element type.
+/// A problem with what the accuracy rule needs, and the reference rounded to the element type.
 struct Judged {
     problem: Problem,
     tensors: InputTensors,
@@ -313,7 +316,7 @@ struct Judged {
     baseline: Gradients,
 }
 
-/// The gradients of queries, keys and values, and of the sinks.
+/// The gradients of queries, keys and values, and those of the sinks.
 type Found = ([Tensor; 3], Vec<f32>);
 
 impl Judged {
@@ -332,7 +335,7 @@ impl Judged {
         Judged { problem, tensors, gradient, reference, baseline }
     }
 
-    /// Gradients as tensors, each number gone through `change`.
+    /// Returns gradients as tensors, with `change` applied to each element.
     fn tensors(&self, gradients: &Gradients, change: impl Fn(usize, f64) -> f64) -> Found {
         let Judged { problem, .. } = self;
         let tensor = |shape: Shape, group, numbers| {
@@ -358,7 +361,7 @@ impl Judged {
         compare_gradients(&self.problem, inputs, found, &self.reference, &self.baseline).unwrap()
     }
 
-    /// Whether queries, keys, values and sinks pass.
+    /// Returns whether the gradients of queries, keys, values and sinks pass.
     fn passed(&self, gradients: &Gradients, change: impl Fn(usize, f64) -> f64) -> [bool; 4] {
         let verdict = self.judge(&self.tensors(gradients, change));
         ["query", "key", "value", "sinks"].map(|name| verdict.of(name).unwrap().passed)

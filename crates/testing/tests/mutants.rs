@@ -1,6 +1,7 @@
-//! Mistakes in the kernels of every family are noticed: of where something orders or waits, and of wrong
-//! values, a fixed sample. With `FLASHCORE_MUTANTS=all` everything that orders or waits is tried, and
-//! many values; `flashcore mutate KERNEL` tries the mutants of one kernel.
+//! Mutation tests: mistakes in the kernels of every family must be detected. A fixed sample is
+//! tried of mutants without or with weaker synchronisation, and of mutants with wrong values. With
+//! `FLASHCORE_MUTANTS=all` all synchronisation and many values are tried; `flashcore mutate KERNEL`
+//! tries the mutants of one kernel.
 
 use std::collections::BTreeMap;
 
@@ -12,12 +13,12 @@ use kernels::{shipped, with_functions};
 use ptx::Target;
 use rayon::prelude::*;
 
-/// Whether everything that orders or waits is tried.
+/// Returns whether all synchronisation is tried.
 fn everything() -> bool {
     std::env::var("FLASHCORE_MUTANTS").is_ok_and(|it| it == "all")
 }
 
-/// How many mutants of a kind are tried of each configuration.
+/// Returns how many mutants of a kind are tried of each configuration.
 fn count(kind: Kind) -> usize {
     match (kind, everything()) {
         (Kind::Value, false) => 15,
@@ -27,9 +28,10 @@ fn count(kind: Kind) -> usize {
     }
 }
 
-/// The share of values that is noticed at least. A sample of few may have bad luck: it is another one
-/// whenever a kernel changes.
+/// The smallest share of value mutants that must be detected.
 const NOTICED: f64 = 0.95;
+/// The allowance for a small sample, which changes with every change of a kernel and may be
+/// unlucky.
 const LUCK: f64 = 0.10;
 
 #[test]
@@ -38,7 +40,7 @@ fn mistakes_are_noticed_in_every_family() {
     let mut scores: BTreeMap<(&str, Kind), Score> = BTreeMap::new();
     let mut listed: Vec<&Equivalent> = Vec::new();
     let listed_are = if everything() { Listed::Tried } else { Listed::Believed };
-    // Beside each other: what one kernel's scenes leave idle, another's take.
+    // Kernels are surveyed in parallel, so that one uses the cores that another leaves idle.
     let surveys: Vec<Survey> = (subjects().into_par_iter())
         .map(|kernel| survey(&kernel, (count, 1), "", listed_are, |_| (), || ()).unwrap())
         .collect();
@@ -73,9 +75,9 @@ fn mistakes_are_noticed_in_every_family() {
     }
 }
 
-/// Every family that is shipped is a subject, or there is nothing in it that orders or waits. The kernel
-/// that shares tiles out has a test of its own (`kernels/finder.rs`); products and the ceiling loop are
-/// there to be measured.
+/// Every shipped family is a subject of mutation, or has no synchronisation. The kernel that
+/// distributes tiles (`tile_sharer`) has a test of its own in `kernels/finder.rs`; products and the
+/// ceiling loop exist for measurements only.
 #[test]
 fn whatever_orders_is_tried() {
     let elsewhere = ["tile_sharer", "single", "product", "ceiling"];
@@ -93,7 +95,7 @@ fn whatever_orders_is_tried() {
     }
 }
 
-/// What is tried is the same every time, and all there is where all is asked for.
+/// The sample of mutants is the same every time, and it is complete when all are requested.
 #[test]
 fn mutants_are_listed_in_order() {
     use flashcore_testing::mutant::sample;

@@ -1,4 +1,4 @@
-//! Prefill on a GPU: what only a GPU can show. Each test passes over itself where there is none.
+//! Tests of prefill that need a GPU. Each skips itself where there is none.
 
 mod device;
 
@@ -22,7 +22,7 @@ fn prefill_is_right_about_random_sequences() {
     all_pass(HALVES.into_iter().flat_map(run), 3_000);
 }
 
-/// All inputs in e4m3, and 8-bit caches that are widened before.
+/// Random sequences with all inputs in e4m3, and 8-bit caches that are widened before.
 #[test]
 fn prefill_is_right_about_random_sequences_in_e4m3() {
     let Some(gpu) = hopper() else { return };
@@ -60,7 +60,7 @@ fn plan(gpu: &Gpu, problem: &Problem) -> Result<AttentionPlan, flashcore::Error>
     AttentionPlan::new(gpu, problem, &arrangement, &Preference::named("prefill"))
 }
 
-/// Packed sequences on the device, and a plan over them.
+/// Packed sequences on the device, and a plan for them.
 struct Packed {
     plan: AttentionPlan,
     tensors: Tensors,
@@ -96,7 +96,7 @@ impl Packed {
         Packed { plan, tensors, host, query_starts, key_starts, output, lse, _held: held }
     }
 
-    /// Sets the lists, and empties the results.
+    /// Writes the lists of starts, and clears the results.
     fn set(&self, gpu: &Gpu, query_starts: &[u32], key_starts: &[u32]) {
         let stream = gpu.stream();
         stream.upload(query_starts, self.query_starts.all()).unwrap();
@@ -121,7 +121,7 @@ fn words(starts: &[usize]) -> Vec<u32> {
     starts.iter().map(|start| *start as u32).collect()
 }
 
-/// One graph is right for every batch that fits the plan.
+/// A captured graph is right for every batch that fits the plan.
 #[test]
 fn a_graph_is_right_for_other_lengths() {
     let Some(gpu) = hopper() else { return };
@@ -149,7 +149,7 @@ fn a_graph_is_right_for_other_lengths() {
     }
 }
 
-/// A schedule that was made once serves every launch with the same lengths.
+/// Launches with the same lengths share one schedule of tiles.
 #[test]
 fn layers_share_a_schedule() {
     let Some(gpu) = hopper() else { return };
@@ -169,8 +169,8 @@ fn layers_share_a_schedule() {
     }
 }
 
-/// Lists that the host cannot see may hold anything: nothing outside the tensors is read or
-/// written (`compute-sanitizer` looks on), and the plan works on afterwards.
+/// Lists that the host cannot check may hold anything: nothing outside the tensors is read or
+/// written (run under `compute-sanitizer` to verify), and the plan works afterwards.
 #[test]
 fn hostile_lists_stay_inside() {
     let Some(gpu) = hopper() else { return };

@@ -13,7 +13,7 @@ use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
 use proptest::prelude::*;
 
-/// Tensors of the sizes that placements need.
+/// Returns random tensors of the shapes that placements need.
 fn tensors(problem: &Problem, query: Shape, cache: Shape, seed: u64) -> InputTensors {
     let extras = InputTensors::random(problem, seed).unwrap();
     let tensor = |dtype, shape: Shape, stream| Tensor::random(dtype, shape, seed * 3 + stream);
@@ -100,7 +100,7 @@ proptest! {
 
 #[test]
 fn a_window_with_a_sink_is_what_it_says() {
-    // Every key and value is the same: the output is the value, less the share of the sink.
+    // All keys and values are equal: the output is the value times one minus the sink's share.
     let problem = Problem::new(1, 2, 1, 8)
         .with_dtype(DType::F32)
         .with_key_length(10)
@@ -183,10 +183,10 @@ fn new_tokens_go_behind_the_sequences() {
             }
         }
     }
-    // What was there is there.
+    // Older keys are unchanged.
     assert_eq!(key.head(5, 1).row(2), before.head(5, 1).row(2));
 
-    // A quarter turn of the first pair at every position.
+    // A rotation of the first pair by 90 degrees at every position.
     let (mut cosines, mut sines) = (vec![1.0; 24], vec![0.0; 24]);
     for position in 0..12 {
         (cosines[2 * position], sines[2 * position]) = (0.0, 1.0);
@@ -211,8 +211,8 @@ fn new_tokens_go_behind_the_sequences() {
     assert_eq!(refusal.to_string(), "sequence 0 has 13 positions, and there is room for 12");
 }
 
-/// Lengths that cannot be added up, padding beyond the end, tensors of other heads and shapes
-/// without an element are refused, or served; nothing panics or walks for ever.
+/// Lengths whose sum overflows, padding beyond the end, tensors with other heads, and shapes
+/// without elements are refused or served; nothing panics or loops forever.
 #[test]
 fn what_cannot_be_counted_is_refused() {
     let tensor = |shape: [usize; 4]| Tensor::zeros(DType::F32, shape.into()).unwrap();
@@ -253,7 +253,7 @@ fn what_cannot_be_counted_is_refused() {
         "value has shape [2, 3, 1, 8], expected [2, 3, 2, 8]"
     );
 
-    // A placement that was never validated is, where it is used.
+    // A placement that was never validated is validated where it is used.
     let falling = Placement::packed(vec![most, 1]).with_lengths(vec![most]);
     assert!(falling.fits(Shape::new(1, 4, 1, 8)).unwrap_err().to_string().contains("fall"));
     let endless = Placement::paged(vec![], Pages::new(most, 2, vec![]).unwrap());
@@ -274,7 +274,7 @@ fn what_cannot_be_counted_is_refused() {
     assert!(rotary.rotate(&tensor([1, 1, 1, 8]), &[most]).is_err());
 }
 
-/// What is appended to an 8-bit cache is what rounding the whole of it would have given.
+/// Appending to an 8-bit cache gives the same as quantizing the whole cache at once.
 #[test]
 fn appending_rounds_to_8_bits_once() {
     let (heads, dim) = (2, 16);
@@ -317,7 +317,7 @@ fn appending_rounds_to_8_bits_once() {
                     }
                 }
             }
-            // Nobody else was written to.
+            // Other rows were not written.
             assert_eq!(caches[0].head(1, 0).row(1), vec![0.0; dim]);
             assert_eq!(factors[1].head(1, 0).row(1), [0.0]);
         }
@@ -363,7 +363,7 @@ fn factors_of_another_shape_are_refused() {
     }
 }
 
-/// Looks at nothing.
+/// A [`Progress`] that reports nothing.
 struct Silent;
 
 impl Progress for Silent {
@@ -371,7 +371,7 @@ impl Progress for Silent {
     fn advance(&self, _: u64) {}
 }
 
-/// Each query's bits are those it has alone, in f32 over several chunks of keys too.
+/// Each query of a batch gives the same bits as alone, in f32 also over several chunks of keys.
 #[test]
 fn bits_do_not_depend_on_the_batch() {
     let backend = CpuBackend::new();

@@ -1,4 +1,5 @@
-//! The rule must refuse wrong results: each way of being wrong that it should notice, once.
+//! The accuracy rule must reject wrong results: one test for each kind of error that it must
+//! detect.
 
 use flashcore::{
     Backend, CpuBackend, DType, Elements, InputTensors, Inputs, Mask, Output, Problem, RunOptions,
@@ -37,7 +38,7 @@ impl Judged {
         compare(&self.problem, result, &self.reference, &self.baseline).unwrap()
     }
 
-    /// The verdict after every output value went through `change`.
+    /// Returns the verdict after `change` was applied to every output value.
     fn judge_changed(&self, change: impl Fn(usize, f32) -> f32) -> Verdict {
         let values = self.right.output.to_f32();
         let changed: Vec<f32> =
@@ -105,7 +106,7 @@ fn a_wrong_log_sum_exp_fails() {
             let verdict = judged.judge(&result);
             assert!(!verdict.passed && verdict.output.passed, "{verdict}");
         }
-        // In units of the binary logarithm, as kernels keep it inside.
+        // The log-sum-exp in units of log2, as kernels have it internally.
         let mut result = judged.right.clone();
         result.lse.iter_mut().for_each(|lse| *lse *= std::f32::consts::LOG2_E);
         assert!(!judged.judge(&result).passed);
@@ -224,8 +225,8 @@ fn a_sample_sees_its_own_rows_only() {
     }
 }
 
-/// A sink with almost all the weight leaves weights that f32 has no digits for: outputs of 1e-36 and
-/// gradients like them, which are right as long as they are of that size.
+/// A sink with almost all the weight leaves weights so small that f32 has few digits for them:
+/// outputs and gradients around 1e-36 are right as long as they have that magnitude.
 #[test]
 fn weights_below_the_range_are_no_errors() {
     for dtype in [DType::F32, DType::BF16] {

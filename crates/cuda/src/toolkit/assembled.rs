@@ -1,37 +1,37 @@
-//! What the assembler says of a kernel: its log, read.
+//! The assembler's report on a kernel, parsed from its log.
 
-/// What the assembler made of a module. Where the module has several kernels, each number is the
-/// largest of them.
+/// The result of assembling a module. If the module has several kernels, each number is the largest
+/// of theirs.
 #[derive(Debug, Clone, Default)]
 pub struct Assembled {
-    /// The machine code, if it was asked for.
+    /// The machine code, if it was requested.
     pub cubin: Option<Vec<u8>>,
     /// Registers per thread.
     pub registers: u32,
     /// Bytes of local memory per thread for arrays and spilled registers.
     pub stack_frame_bytes: u32,
-    /// Bytes stored to local memory because registers ran out.
+    /// Bytes of spill stores per thread: stored to local memory because registers ran out.
     pub spill_store_bytes: u32,
-    /// Bytes loaded back.
+    /// Bytes of spill loads per thread.
     pub spill_load_bytes: u32,
     /// Bytes of static shared memory per block.
     pub shared_bytes: u32,
-    /// Named barriers in use; 12.x does not say.
+    /// Named barriers in use; `ptxas` 12.x does not report them.
     pub barriers: Option<u32>,
     /// Bytes in all constant banks, where the assembler counts them: parameters on sm_80 but not
     /// on sm_90, and the module's own constants.
     pub constant_bytes: u32,
     /// Every note with a code (`(C7514) Potential Performance Loss: ...`) and every warning.
     pub notes: Vec<String>,
-    /// All that the assembler printed.
+    /// Everything that the assembler printed.
     pub log: String,
-    /// How long it took.
+    /// Wall-clock seconds that assembling took.
     pub seconds: f64,
 }
 
 impl Assembled {
-    /// Reads a log in the words of `ptxas --verbose`; the driver's compiler writes the same ones.
-    /// There is no cubin and no time in it.
+    /// Parses a log in the format of `ptxas --verbose`, which the driver's compiler writes too. The
+    /// result has no cubin and no time.
     pub fn from_log(log: impl Into<String>) -> Assembled {
         let log = log.into();
         let mut assembled = Assembled::default();
@@ -43,7 +43,7 @@ impl Assembled {
                 continue;
             }
             let mut constants = 0;
-            // Every count stands before its name: `228 bytes spill stores`, `Used 58 registers`.
+            // Every count precedes its name: `228 bytes spill stores`, `Used 58 registers`.
             for (at, word) in words.iter().enumerate() {
                 let Ok(count) = word.parse::<u32>() else {
                     continue;
@@ -73,9 +73,9 @@ impl Assembled {
         assembled
     }
 
-    /// What makes a kernel slow and fails a test in this project, one sentence each: spilled
-    /// registers, a stack frame, and the assembler's C75xx notes, which say that it serialised
-    /// `wgmma`, injected waits or ignored `setmaxnreg`.
+    /// Returns what makes the kernel slow and fails tests in this project, one sentence each:
+    /// spilled registers, a stack frame, and the assembler's C75xx notes, which say that it
+    /// serialised `wgmma`, injected waits or ignored `setmaxnreg`.
     pub fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         if self.spill_store_bytes > 0 || self.spill_load_bytes > 0 {
@@ -95,7 +95,7 @@ impl Assembled {
     }
 }
 
-/// The text of a line that carries a code or a warning.
+/// Returns the text of a log line that has a code or is a warning.
 fn note(words: &[&str]) -> Option<String> {
     let is_code = |word: &&str| {
         let digits = word.strip_prefix("(C").and_then(|rest| rest.strip_suffix(')'));

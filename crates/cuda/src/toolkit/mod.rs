@@ -36,42 +36,42 @@ use std::{env, fmt, fs, io};
 
 pub use self::assembled::Assembled;
 
-/// The tools found on this machine; empty where there are none.
+/// The tools found on this machine; there may be none.
 #[derive(Debug, Clone, Default)]
 pub struct Toolkit {
-    /// Every assembler: in the order of the places searched, newest first within a place.
+    /// The assemblers, in the order of the places searched, newest first within a place.
     pub assemblers: Vec<Ptxas>,
     /// The disassembler that [`Toolkit::disassemble`] runs.
     pub nvdisasm: Option<PathBuf>,
     /// The lister of fat binaries and cubins. It cannot disassemble without `nvdisasm`.
     pub cuobjdump: Option<PathBuf>,
-    /// The folders that were looked into.
+    /// The folders that were searched.
     pub searched: Vec<PathBuf>,
 }
 
 impl Toolkit {
-    /// Looks for the tools in the places that the module's page lists.
+    /// Searches for the tools in the places that the module documentation lists.
     pub fn find() -> Toolkit {
         Toolkit::find_in(places())
     }
 
-    /// Looks in one folder alone: in it, in its `bin`, and in the `bin` of each folder in it.
+    /// Searches one folder only: the folder itself, its `bin`, and the `bin` of each folder in it.
     pub fn at(folder: impl AsRef<Path>) -> Toolkit {
         Toolkit::find_in(vec![folders_of(folder.as_ref())])
     }
 
-    /// The assembler to prefer: the newest of the first place that has one.
+    /// Returns the preferred assembler: the newest of the first place that has one.
     pub fn ptxas(&self) -> Result<&Ptxas, Error> {
         self.assemblers.first().ok_or_else(|| self.missing("ptxas"))
     }
 
-    /// The first assembler of one major release of CUDA, such as 12 or 13.
+    /// Returns the first assembler of one major release of CUDA, such as 12 or 13.
     pub fn ptxas_of(&self, major: u32) -> Result<&Ptxas, Error> {
         let found = self.assemblers.iter().find(|ptxas| ptxas.version.major == major);
         found.ok_or_else(|| self.missing(&format!("ptxas {major}.x")))
     }
 
-    /// The machine code of a cubin as text (SASS), labels resolved, encodings left out.
+    /// Disassembles a cubin to text (SASS), with labels resolved and without encodings.
     pub fn disassemble(&self, cubin: &[u8]) -> Result<String, Error> {
         let nvdisasm = self.disassembler()?;
         let scratch = Scratch::new()?;
@@ -83,12 +83,12 @@ impl Toolkit {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// What a test should assemble with: nothing where no assembler is installed, so that the test
-    /// skips itself.
+    /// Returns the tools for a test, or `None` if no assembler is installed, so that the test skips
+    /// itself.
     ///
     /// # Panics
     /// When `FLASHCORE_REQUIRE_TOOLS` is set, as `cargo xtask test` does, and a 12.x or 13.x
-    /// `ptxas` or `nvdisasm` is missing: there a skipped test would pass for a good one.
+    /// `ptxas` or `nvdisasm` is missing: there a skipped test would count as passed.
     pub fn for_tests() -> Option<Toolkit> {
         let toolkit = Toolkit::find();
         let wanted =
@@ -107,10 +107,11 @@ impl Toolkit {
         self.nvdisasm.as_deref().ok_or_else(|| self.missing("nvdisasm"))
     }
 
-    /// Looks in the given places, each a group of folders of equal standing.
+    /// Searches the given places, each a group of folders among which the newest assembler comes
+    /// first.
     fn find_in(places: Vec<Vec<PathBuf>>) -> Toolkit {
         let mut toolkit = Toolkit::default();
-        // One file reached by two names (`$PATH` and `/usr/local/cuda`, say) is one assembler.
+        // One file found under two names (through `$PATH` and `/usr/local/cuda`, say) counts once.
         let mut seen = Vec::new();
         for place in places {
             let mut here = Vec::new();
@@ -142,12 +143,12 @@ impl Toolkit {
     }
 }
 
-/// Names the folder to search first.
+/// The environment variable that names the folder to search first.
 const TOOLS: &str = "FLASHCORE_TOOLS";
-/// Makes a missing tool a failure of the tests that need it.
+/// The environment variable that makes a missing tool a failure of the tests that need it.
 const REQUIRE_TOOLS: &str = "FLASHCORE_REQUIRE_TOOLS";
 
-/// The folders to search, grouped by place, in order.
+/// Returns the folders to search, grouped by place, in order.
 fn places() -> Vec<Vec<PathBuf>> {
     let mut places = Vec::new();
     places.extend(variable(TOOLS).map(|root| folders_of(Path::new(&root))));
@@ -167,13 +168,14 @@ fn places() -> Vec<Vec<PathBuf>> {
     places
 }
 
-/// An environment variable, unless it is empty: then it names no folder.
+/// Returns the value of an environment variable; `None` if it is empty, since it then names no
+/// folder.
 fn variable(name: &str) -> Option<std::ffi::OsString> {
     env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// Where the binaries may lie under a folder of tools: in it, in its `bin`, or in the `bin` of a
-/// folder per release, which is how `cargo xtask tools` lays them out.
+/// Returns the folders under a folder of tools that may have the binaries: the folder itself, its
+/// `bin`, and the `bin` of each folder in it, which `cargo xtask tools` makes one per release.
 fn folders_of(root: &Path) -> Vec<PathBuf> {
     let mut releases: Vec<PathBuf> = fs::read_dir(root)
         .into_iter()
@@ -196,16 +198,16 @@ fn tool_in(folder: &Path, name: &str) -> Option<PathBuf> {
 /// A release of a tool, such as 13.0.88.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// The CUDA release's first number.
+    /// The major version of the CUDA release.
     pub major: u32,
-    /// The CUDA release's second number.
+    /// The minor version of the CUDA release.
     pub minor: u32,
-    /// The build of the tool.
+    /// The build number of the tool.
     pub patch: u32,
 }
 
 impl Version {
-    /// Reads the `V13.0.88` that every tool prints for `--version`.
+    /// Parses the `V13.0.88` that every tool prints for `--version`.
     fn from_banner(banner: &str) -> Option<Version> {
         banner.split_whitespace().find_map(|word| {
             let mut numbers = word.strip_prefix('V')?.split('.').map(|number| number.parse().ok());
@@ -224,35 +226,36 @@ impl fmt::Display for Version {
     }
 }
 
-/// An assembler: PTX to machine code.
+/// An assembler (`ptxas`), which compiles PTX to machine code.
 #[derive(Debug, Clone)]
 pub struct Ptxas {
     /// The executable.
     pub path: PathBuf,
-    /// What it says it is.
+    /// The release that it reports.
     pub version: Version,
 }
 
-/// How to assemble.
+/// Options of the assembler.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Options {
     /// The optimisation level, 0 to 3.
     pub level: u8,
-    /// The architecture, such as `sm_90a`; the one that the PTX's `.target` names when absent.
+    /// The architecture, such as `sm_90a`; if absent, the one that the PTX's `.target` names.
     pub arch: Option<String>,
-    /// Whether to hand back the cubin.
+    /// Whether to return the cubin.
     pub keep_cubin: bool,
 }
 
 impl Default for Options {
-    /// Full optimisation, the PTX's own target, no cubin.
+    /// Returns full optimisation for the PTX's own target, without the cubin.
     fn default() -> Options {
         Options { level: 3, arch: None, keep_cubin: false }
     }
 }
 
 impl Ptxas {
-    /// The assembler at a path. It is asked for its version, so one that cannot run is an error.
+    /// Returns the assembler at a path. It is run to get its version, so that one that cannot run
+    /// is an error.
     pub fn at(path: impl Into<PathBuf>) -> Result<Ptxas, Error> {
         let path = path.into();
         let output = run(&path, &["--version"], None)?;
@@ -262,7 +265,7 @@ impl Ptxas {
         }
     }
 
-    /// Assembles a module and reads what its kernels cost.
+    /// Assembles a module and parses what its kernels cost.
     pub fn assemble(&self, ptx: &str, options: &Options) -> Result<Assembled, Error> {
         let arch = match &options.arch {
             Some(arch) => arch,
@@ -292,45 +295,45 @@ impl Ptxas {
     }
 }
 
-/// The architecture that a module's `.target` line names.
+/// Returns the architecture that a module's `.target` line names.
 fn target(ptx: &str) -> Option<&str> {
     let arguments = ptx.lines().find_map(|line| line.trim_start().strip_prefix(".target"))?;
     let arch = arguments.split([',', '/', ';']).next()?.trim();
     (!arch.is_empty()).then_some(arch)
 }
 
-/// Why a tool gave no answer.
+/// An error of a tool.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// The tool is in none of the places.
+    /// The tool is in none of the places searched.
     Missing {
-        /// Which tool.
+        /// The tool.
         tool: String,
-        /// Where it was looked for.
+        /// The folders that were searched.
         searched: Vec<PathBuf>,
     },
-    /// The tool is there but the system would not start it.
+    /// The tool exists but the operating system could not start it.
     NotStarted {
-        /// Which tool.
+        /// The tool.
         tool: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// The tool ran and refused.
+    /// The tool ran and reported failure.
     Failed {
-        /// Which tool.
+        /// The tool.
         tool: PathBuf,
-        /// All that it printed.
+        /// Everything that it printed.
         log: String,
     },
     /// The PTX has no `.target` line and no architecture was given.
     NoTarget,
     /// A temporary file could not be written or read.
     Scratch {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
@@ -368,13 +371,14 @@ impl std::error::Error for Error {
     }
 }
 
-/// Runs a tool in a folder, so that its messages name files without their temporary path.
+/// Runs a tool in a folder, so that its messages name files without the path of the temporary
+/// folder.
 fn run(
     tool: &Path,
     arguments: &[impl AsRef<OsStr>],
     folder: Option<&Path>,
 ) -> Result<Output, Error> {
-    // A relative path would be looked up from the folder the tool runs in.
+    // A relative path would be resolved from the folder that the tool runs in.
     let absolute = std::path::absolute(tool).unwrap_or_else(|_| tool.to_owned());
     let mut command = Command::new(absolute);
     command.args(arguments).stdin(Stdio::null());
@@ -396,7 +400,7 @@ fn log_of(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat()
 }
 
-/// A temporary folder of our own, removed when dropped.
+/// A temporary folder, removed when dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -407,7 +411,7 @@ impl Scratch {
             let path = env::temp_dir().join(format!("flashcore-{}-{number}", std::process::id()));
             match fs::create_dir(&path) {
                 Ok(()) => return Ok(Scratch(path)),
-                // Left by a process that died and had our number.
+                // A folder that a dead process with the same id left behind.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(source) => return Err(Error::Scratch { path, source }),
             }
@@ -436,7 +440,8 @@ impl Drop for Scratch {
 mod tests {
     use super::*;
 
-    /// One 64x64x16 product; `while_in_flight` stands between its commit and its wait.
+    /// Returns a module with one 64x64x16 product; `while_in_flight` goes between its commit and
+    /// its wait.
     fn product(while_in_flight: &str) -> String {
         let each = |line: &dyn Fn(usize) -> String| (0..32).map(line).collect::<String>();
         let zeroes = each(&|i| format!("\tmov.f32 %f{i}, 0f00000000;\n"));
@@ -471,7 +476,7 @@ mod tests {
         )
     }
 
-    /// 64 values alive at once in 24 registers.
+    /// Returns a module with 64 values live at once in 24 registers.
     fn crowded() -> String {
         let each = |line: &dyn Fn(usize) -> String| (0..64).map(line).collect::<String>();
         let loads = each(&|i| format!("\tld.volatile.global.f32 %f{i}, [%rd1+{}];\n", 4 * i));
@@ -498,7 +503,7 @@ mod tests {
         )
     }
 
-    /// `setmaxnreg` with nothing that caps the registers at entry.
+    /// A module with `setmaxnreg` but without a limit on the registers at entry.
     const UNCAPPED: &str = "\
 .version 8.0
 .target sm_90a

@@ -1,4 +1,5 @@
-//! Loads and stores, of values and of matrices: where they go, and what they move.
+//! Loads and stores of threads, and of matrices (`ldmatrix`, `stmatrix`): they resolve addresses to
+//! memory, count the traffic, have the accesses checked (`check`), and move the bytes.
 
 use ptx::{Address, LoadCache, LoadOrder, Register, Scope, Space, StoreOrder};
 
@@ -9,7 +10,7 @@ use crate::machine::{CLUSTER_WINDOW, Executor, SHARED_BASE, Step};
 use crate::shadow::{Observer, Source};
 use crate::warp::{Warp, lanes_of};
 
-/// A place in memory that a lane accesses.
+/// A resolved address: an offset in a block's shared memory or in a buffer of global memory.
 #[derive(Clone, Copy)]
 pub(crate) enum Target {
     Shared { block: usize, offset: usize },
@@ -19,7 +20,8 @@ pub(crate) enum Target {
 impl<'a> Executor<'_, 'a> {
     // ---- ranges -----------------------------------------------------------------
 
-    /// The block and offset of a range of shared memory.
+    /// Returns the block of the cluster and the offset of a range of shared memory; a hazard if the
+    /// range is misaligned, out of bounds or in a block that does not exist or has ended.
     pub(crate) fn shared_range(
         &self,
         warp: &Warp<'_>,
@@ -62,7 +64,8 @@ impl<'a> Executor<'_, 'a> {
         Ok((block, offset as usize))
     }
 
-    /// The buffer and offset of a range of global memory.
+    /// Returns the buffer and offset of a range of global memory; a hazard if the range is
+    /// misaligned or out of bounds.
     pub(crate) fn global_range(
         &self,
         warp: &Warp<'_>,
@@ -373,7 +376,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// The rows that `ldmatrix` and `stmatrix` access, counted and checked.
+    /// Returns the block and offset of each row that `ldmatrix` or `stmatrix` accesses, and counts
+    /// and checks the accesses.
     fn matrix_rows(
         &mut self,
         warp: &mut Warp<'a>,
@@ -397,7 +401,7 @@ impl<'a> Executor<'_, 'a> {
             let address = addresses[lane as usize];
             let (block, offset) = self.shared_range(warp, lane, Space::Shared, address, 16, 16)?;
             if self.world.checked {
-                // The warp does this as one: no lane's access stands alone.
+                // The whole warp makes this access, not a single lane.
                 let target = Target::Shared { block, offset };
                 let observer = Observer::operation(warp.clock.view(u32::MAX), event);
                 self.check_access(observer, target, 16, write, u64::MAX)?;
@@ -408,7 +412,8 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// How many 32-byte sectors of global memory these lanes' addresses are in.
+/// Returns the number of distinct 32-byte sectors of global memory that the addresses of the active
+/// lanes are in.
 fn sectors(active: u32, addresses: &[u64; 32]) -> u64 {
     let (mut found, mut count) = ([0; 32], 0);
     for lane in lanes_of(active) {

@@ -1,4 +1,5 @@
-//! Atomics: how one changes memory, and what of its order counts as one.
+//! Atomics: how they change memory, what they acquire and release, and whether they are checked as
+//! atomic or as ordinary accesses.
 
 use ptx::{Address, AtomicOperation, AtomicOrder, Operand, Register, Scope, Space, Type};
 
@@ -8,10 +9,11 @@ use crate::machine::{Executor, Step};
 use crate::shadow::Source;
 use crate::warp::{Warp, lanes_of};
 
-/// How an atomic changes what is there.
+/// The change that an atomic makes to memory.
 #[derive(Clone, Copy)]
 pub(super) enum Change {
     Operation(AtomicOperation, Operand),
+    /// Compare-and-swap: the expected value and the new one.
     Swap(Operand, Operand),
 }
 
@@ -88,7 +90,9 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// Whether an atomic is to memory that floats must be added to in one order.
+    /// Returns whether the atomic adds floats to a buffer whose additions must be ordered
+    /// ([`Memory::adds_in_order`](crate::Memory::adds_in_order)). Such an atomic is checked like an
+    /// ordinary access, so that two unordered ones are a race.
     fn adds_in_order(
         &self,
         warp: &Warp<'a>,
@@ -104,7 +108,7 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// The value after an atomic operation.
+/// Returns the value in memory after an atomic operation.
 fn combine(operation: AtomicOperation, ty: Type, old: u64, value: u64) -> u64 {
     use AtomicOperation as A;
     let signed = matches!(ty, Type::S32 | Type::S64);

@@ -1,4 +1,6 @@
-//! What the checked mode asks of an access: that memory is there, initialised, and nobody else's.
+//! The checks of an access in checked mode: that the memory is initialised, that no copy or product
+//! in flight uses it, and that the access is ordered with all conflicting ones; and the hazards
+//! that report failures.
 
 use super::Target;
 use crate::hazard::{Hazard, HazardKind};
@@ -7,7 +9,7 @@ use crate::shadow::{CELL, Cell, Conflict, NO_LANE, Observer, Source};
 use crate::warp::Warp;
 
 impl<'a> Executor<'_, 'a> {
-    /// One lane's access through the generic proxy.
+    /// Checks and records one lane's access through the generic proxy.
     pub(super) fn check_thread(
         &mut self,
         warp: &Warp<'a>,
@@ -28,7 +30,8 @@ impl<'a> Executor<'_, 'a> {
         self.check_access(observer, target, bytes, write, u64::MAX)
     }
 
-    /// Notes an access to another block's shared memory.
+    /// Records an access to another block's shared memory, which must be over before that block
+    /// ends.
     pub(super) fn note_visit(&mut self, warp: &Warp<'a>, lane: u32, block: usize, clock: u32) {
         if block == warp.block || !self.world.checked {
             return;
@@ -38,8 +41,10 @@ impl<'a> Executor<'_, 'a> {
         self.cluster.blocks[block].visitors.insert(warp.clock.component, visit);
     }
 
-    /// An access by anyone: of memory in flight, uninitialised, or unordered.
-    /// `issued` is the number of operations that were issued before it was.
+    /// Checks and records an access by a thread, a copy or a product: a hazard if an asynchronous
+    /// operation in flight uses the memory, if it was never initialised, or if a conflicting access
+    /// is not ordered before this one. `issued` is the number of operations that were issued before
+    /// the access.
     pub(crate) fn check_access(
         &mut self,
         observer: Observer<'_>,
@@ -89,7 +94,8 @@ impl<'a> Executor<'_, 'a> {
         };
         let observer = Observer { global: matches!(target, Target::Global { .. }), ..observer };
         let (mut byte, end) = (offset, offset + bytes as usize);
-        // The last cell that was all right, before the access and after it: its neighbours are like it.
+        // The last cell without a hazard, before and after the access: neighbouring cells often
+        // have the same state, and then need no check of their own.
         let mut known: Option<(Cell, Cell)> = None;
         while byte < end {
             for cell in cells.from(byte).iter_mut().take((end - byte).div_ceil(CELL)) {
@@ -132,14 +138,14 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    /// Where the memory barrier at a byte was initialised.
+    /// Returns where in the kernel's source the mbarrier at a byte was initialised.
     fn mbarrier_place(&self, target: Target, byte: usize) -> Option<ptx::Place> {
         let Target::Shared { block, .. } = target else { return None };
         let address = byte as u32 / 8 * 8 + SHARED_BASE;
         self.cluster.blocks[block].mbarriers.get(&address)?.initialised_at
     }
 
-    /// A hazard of a recorded access.
+    /// Returns a hazard at the place and by the actor of a recorded access.
     pub(crate) fn event_hazard(
         &self,
         event: u32,
@@ -158,6 +164,7 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
+    /// Returns the hazard of an access to memory that an asynchronous copy in flight will write.
     fn arriving_hazard(
         &self,
         block: usize,
@@ -179,7 +186,7 @@ impl<'a> Executor<'_, 'a> {
             OperationKind::ArriveOnCopies { .. } | OperationKind::Store { .. } => false,
         });
         let (kind, text) = if copy.is_some_and(|(id, _)| *id >= issued) {
-            // The access was there first; the copy came while it was in flight.
+            // The accessing operation was issued first, and the copy while it was in flight.
             let text =
                 format!("a copy is to overwrite {here}, which {what} in flight is yet to read");
             (HazardKind::OverwrittenInFlight, text)
@@ -196,6 +203,7 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
+    /// Returns the hazard of a write to memory that a bulk store or product in flight will read.
     fn departing_hazard(&self, block: usize, offset: usize, event: u32, lane: u8) -> Box<Hazard> {
         let here = self.shared_name(offset as u32 + SHARED_BASE);
         let what = self.world.shadow.get(event).what;
@@ -221,6 +229,7 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
+    /// Returns the hazard of an access that conflicts with an earlier one.
     fn conflict_hazard(
         &self,
         conflict: Conflict,
@@ -274,6 +283,8 @@ impl<'a> Executor<'_, 'a> {
         hazard
     }
 
+    /// Returns a hazard if another lane of the same instruction stored a different value to the
+    /// same place.
     pub(super) fn check_collision(
         &mut self,
         warp: &Warp<'a>,
@@ -301,6 +312,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
+    /// Returns a hazard if memory that is loaded as read-only was written by the running kernel.
     pub(super) fn check_read_only(
         &mut self,
         warp: &Warp<'a>,

@@ -1,4 +1,8 @@
-//! What orders memory between threads: releases, acquires and fences.
+//! Memory order between threads: releases, acquires and fences.
+//!
+//! A release records at its address what the thread knows; an acquire of the same address learns
+//! it, if each of the two is within the scope of the other. A fence gives relaxed accesses the same
+//! effect: relaxed stores after it release, and what relaxed loads before it have seen is acquired.
 
 use ptx::{Fence, Scope, Space};
 
@@ -7,6 +11,8 @@ use crate::machine::{CLUSTER_WINDOW, Executor, Release};
 use crate::warp::{Warp, lanes_of};
 
 impl<'a> Executor<'_, 'a> {
+    /// Returns a key for an address that is unique among global memory and the shared memory of all
+    /// blocks.
     fn key(&self, warp: &Warp<'_>, space: Space, address: u64) -> u64 {
         match space {
             Space::Global => address,
@@ -23,7 +29,8 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    /// A lane sees what was released at an address: now, or at its next fence.
+    /// Acquires for one lane what was released at an address: now if the access `acquires`, else at
+    /// the next fence.
     pub(super) fn acquire_at(
         &mut self,
         warp: &mut Warp<'a>,
@@ -38,14 +45,15 @@ impl<'a> Executor<'_, 'a> {
         if acquires {
             self.learn(warp, 1 << lane, releases, scope);
         } else {
-            // A fence takes up what this load, with its scope, could see.
+            // The next fence acquires only what is within the scope of this load.
             let here = self.cluster.blocks[warp.block].index;
             let seen = releases.iter().filter(|it| it.reaches(self.cluster.index, here, scope));
             warp.unfenced.push((1 << lane, seen.cloned().collect()));
         }
     }
 
-    /// Lanes learn what was released, of what reaches them and they reach.
+    /// Adds what was released to the knowledge of `lanes`, from those releases that are within
+    /// `scope` and whose own scope includes these lanes.
     fn learn(&self, warp: &mut Warp<'a>, lanes: u32, releases: &[Release], scope: Scope) {
         let (cluster, block) = (self.cluster.index, self.cluster.blocks[warp.block].index);
         let mut learned = Knowledge::default();
@@ -59,8 +67,8 @@ impl<'a> Executor<'_, 'a> {
         warp.clock.acquire(lanes, |k| k.join(&learned));
     }
 
-    /// The active lanes release at their addresses: all they know, or what
-    /// they knew at their last fence.
+    /// Releases for the active lanes at their addresses: everything they know if the access
+    /// `releases`, else what they knew at their last fence.
     pub(super) fn release_at(
         &mut self,
         warp: &mut Warp<'a>,
@@ -69,7 +77,7 @@ impl<'a> Executor<'_, 'a> {
         scope: Scope,
         releases: bool,
     ) {
-        // A fence hands on no further than its own scope.
+        // A relaxed access after a fence releases no further than the scope of the fence.
         let (knowledge, scope) = if releases {
             (warp.clock.release(warp.active), scope)
         } else if let Some((fenced, reach)) = &warp.fenced {
@@ -100,7 +108,7 @@ impl<'a> Executor<'_, 'a> {
 
     pub(super) fn fence(&mut self, warp: &mut Warp<'a>, fence: Fence) {
         if matches!(fence, Fence::MbarrierInit | Fence::ProxyAsyncShared | Fence::ProxyAsync) {
-            // The barriers these lanes initialised may now be used by all.
+            // Other threads may now use the mbarriers that these lanes initialised.
             let component = warp.clock.component;
             let active = warp.active;
             let own = |lane: u32| active >> lane & 1 == 1;
@@ -126,7 +134,7 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// The scope that two scopes both reach.
+/// Returns the narrower of two scopes.
 fn narrower(a: Scope, b: Scope) -> Scope {
     match (a, b) {
         (Scope::Block, _) | (_, Scope::Block) => Scope::Block,

@@ -18,36 +18,36 @@ use super::kernel::descale;
 use super::{Expected, Random, Scene, SceneError, Step, encode, round};
 use crate::dice::Dice;
 
-/// The extents of a cache and of what is appended.
+/// The extents of a cache and of the tokens that are appended to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AppendSize {
-    /// Keys of each sequence before.
+    /// The number of keys of each sequence before the append.
     pub lengths: Vec<usize>,
-    /// New tokens of each sequence; packed one after the other.
+    /// The number of new tokens of each sequence.
     pub new: Vec<usize>,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub key_heads: usize,
-    /// Positions of a page, where the kernel has pages.
+    /// Positions per page, where the kernel has pages.
     pub page_size: usize,
-    /// Positions that a sequence has room for; tokens beyond are dropped.
+    /// The most positions of a sequence; tokens beyond are dropped.
     pub capacity: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Queries of each sequence, packed one after the other.
+    /// The number of queries of each sequence.
     pub queries: Vec<usize>,
-    /// Whether queries stand at positions one after the other; else all at the first.
+    /// Whether the queries of a sequence have consecutive positions; else all have the first.
     pub in_order: bool,
-    /// Whether lists say where sequences begin; else each has room for the most, in order, and
-    /// lists say how much of it is used, where not all use as much.
+    /// Whether new tokens and queries are packed, with lists of where sequences start; else each
+    /// sequence has room for the longest, and lists of lengths are passed only if these differ.
     pub listed: bool,
-    /// Whether lists hold numbers beyond their bounds where the bound itself is meant.
+    /// Whether lists hold numbers out of bounds in place of the bounds themselves.
     pub hostile: bool,
-    /// Whether rotated queries go where they came from.
+    /// Whether rotated queries overwrite the queries.
     pub in_place: bool,
 }
 
 impl AppendSize {
-    /// Small: sequences that begin, grow, stay as they are and run out of room.
+    /// Returns a small size: sequences that begin, grow, stay as they are and run out of room.
     pub fn small() -> Self {
         AppendSize {
             lengths: vec![0, 5, 9, 7],
@@ -64,7 +64,7 @@ impl AppendSize {
         }
     }
 
-    /// What the library is asked for.
+    /// Returns the problem as it is posed to the library.
     fn problem(&self, append: &Append, cache: Shape) -> AppendProblem {
         let most = |counts: &[usize]| counts.iter().copied().max().unwrap_or(0).max(1);
         let keys = match append.paged {
@@ -107,7 +107,7 @@ impl AppendSize {
 }
 
 impl Scene {
-    /// New tokens into a cache.
+    /// Makes the scene of an append kernel.
     pub fn append(append: Append, size: &AppendSize) -> Result<Self, SceneError> {
         let AppendSize { lengths, new, key_heads, page_size, capacity, queries, .. } = size;
         let refused = |text: String| SceneError::Size(text);
@@ -133,7 +133,7 @@ impl Scene {
         let mut numbers = Numbers::random(&append, size, rows, cache);
         let (mut memory, mut buffers) = (Memory::new(), Buffers::new());
         numbers.stage(&append, &mut memory, &mut buffers);
-        // Without angles they stay where they are.
+        // Without a rotary embedding queries are not written at all.
         let in_place = size.in_place || append.rotary.is_none();
         let untouched = vec![UNTOUCHED; numbers.q.len()];
         let rotated_queries = match in_place {
@@ -165,7 +165,7 @@ impl Scene {
             .map(|length| f32::from_bits(length as u32) as f64)
             .collect();
         let results = vec![
-            // Whole numbers, as the floats that have their bits: every other bit shows.
+            // Integers as the floats with the same bits: any wrong bit shows.
             Expected {
                 name: "lengths after",
                 buffer: after,
@@ -187,15 +187,15 @@ impl Scene {
 }
 
 impl AppendSize {
-    /// Where positions of the cache lie, and its shape.
+    /// Returns where the positions of each sequence lie in the cache, and the shape of the cache.
     fn places(&self, append: &Append) -> Result<(Placement, Shape), SceneError> {
         let AppendSize { lengths, key_heads, page_size, capacity, listed, hostile, .. } = self;
         let (batch, dim) = (lengths.len(), append.head_dim as usize);
-        // Of hostile lists the last entry is one that is used.
+        // With hostile lists a sequence uses the last batch entry, whose number can be exceeded.
         let uses_last = |seed: &u64| Dice::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
         let seed = (5..50).find(|seed| !hostile || uses_last(seed));
         let mut dice = Dice::new(seed.unwrap_or(5));
-        // Every sequence could be as long as there is room.
+        // Every sequence may grow to the capacity.
         let full = vec![*capacity; batch];
         Ok(match append.paged {
             true => dice
@@ -206,7 +206,8 @@ impl AppendSize {
         })
     }
 
-    /// The lists that a call passes, where new rows and queries begin there.
+    /// Returns the lists that a call passes, given where the new rows and the queries of each
+    /// sequence start.
     fn lists(
         &self,
         append: &Append,
@@ -225,7 +226,7 @@ impl AppendSize {
         if *listed {
             let (mut starts, mut query_starts) = (new_starts.clone(), query_starts.clone());
             if *hostile {
-                // Lists of both kinds, and sequences of nothing that begin after they end.
+                // Lists of starts and of lengths, and empty sequences that start after their end.
                 lists.push((List::NewLengths, words(new)));
                 lists.push((List::QueryLengths, words(queries)));
                 cross(&mut starts, new);
@@ -254,13 +255,15 @@ impl AppendSize {
     }
 }
 
-/// What is in the tensors of a call.
+/// The contents of a call's tensors.
 struct Numbers {
     new_k: Vec<f64>,
     new_v: Vec<f64>,
-    /// The cache, with the scales of keys and of values.
+    /// The keys of the cache.
     k: Vec<f64>,
+    /// The values of the cache.
     v: Vec<f64>,
+    /// The scales of keys and of values.
     scales: [Vec<f64>; 2],
     q: Vec<f64>,
     cosines: Vec<f64>,
@@ -268,7 +271,7 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Of so many new rows and queries, before they are appended.
+    /// Creates random contents for these numbers of new rows and queries, before the append.
     fn random(
         append: &Append,
         size: &AppendSize,
@@ -294,7 +297,7 @@ impl Numbers {
         Numbers { new_k, new_v, k, v, scales, q, cosines, sines }
     }
 
-    /// Makes buffers of them.
+    /// Makes the buffers of the tensors.
     fn stage(&self, append: &Append, memory: &mut Memory, buffers: &mut Buffers) {
         let [key_scales, value_scales] = &self.scales;
         let (element, cached) = (append.element, append.cache.element);
@@ -316,10 +319,10 @@ impl Numbers {
         }
     }
 
-    /// A row of keys or queries at a position.
+    /// Returns a row of keys or queries, rotated for a position if the kernel rotates.
     fn turn(&self, append: &Append, size: &AppendSize, row: &[f64], position: usize) -> Vec<f64> {
         match append.rotary {
-            // Beyond the tables: the last angles.
+            // Positions beyond the tables take the last angles.
             Some(rotary) => {
                 let first = position.min(size.capacity) * half_of(append.rotary);
                 rotated(rotary, row, [&self.cosines[first..], &self.sines[first..]])
@@ -328,7 +331,7 @@ impl Numbers {
         }
     }
 
-    /// Puts new rows where they belong in the cache.
+    /// Writes the new rows to the cache, as the kernel must.
     fn append(
         &mut self,
         append: &Append,
@@ -366,7 +369,7 @@ impl Numbers {
         }
     }
 
-    /// Writes queries as they are at their positions.
+    /// Writes the queries, rotated for their positions, to `turned`.
     fn turn_queries(
         &self,
         append: &Append,
@@ -390,12 +393,13 @@ impl Numbers {
     }
 }
 
-/// Angles of a position.
+/// Returns the number of angles of a position; 1 without a rotary embedding.
 fn half_of(rotary: Option<Rotary>) -> usize {
     rotary.map_or(1, |rotary| rotary.dim as usize / 2)
 }
 
-/// How the tensors lie; where they are is the simulator's business.
+/// Returns the layouts of the tensors. The addresses are placeholders: the simulator's buffers take
+/// their place.
 fn tensors(
     problem: &AppendProblem,
     cache: Shape,
@@ -420,8 +424,8 @@ fn tensors(
     Ok(tensors)
 }
 
-/// Scales that are given for sequences and heads, or will be found for tokens; a number that nobody
-/// reads where there are none.
+/// Returns the scales before the append: given ones per sequence and head, [`UNTOUCHED`] per token,
+/// which the kernel computes, or a single unused number where there are no scales.
 fn initial_scales(scales: Scales, heads: usize, tokens: usize) -> Vec<f64> {
     match scales {
         Scales::One => vec![0.0],
@@ -430,7 +434,8 @@ fn initial_scales(scales: Scales, heads: usize, tokens: usize) -> Vec<f64> {
     }
 }
 
-/// A row as a cache holds it, with the scale that is given or found for it.
+/// Returns a row as the cache stores it, divided by its scale and rounded. A scale per token is
+/// computed from the row and written to `scale`.
 fn rounded(append: &Append, row: &[f64], (kind, scale): (Scales, &mut f64)) -> Vec<f64> {
     let element = append.cache.element;
     let numbers = row.iter().map(|it| *it as f32);
@@ -442,8 +447,8 @@ fn rounded(append: &Append, row: &[f64], (kind, scale): (Scales, &mut f64)) -> V
     numbers.map(|number| round(element, f64::from(number * reciprocal))).collect()
 }
 
-/// Where sequences of these lengths begin, packed or each with room for the longest, and where the
-/// last ends.
+/// Returns where sequences of these lengths start, packed or each with room for the longest, and
+/// where the last one's room ends.
 fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
     let longest = lengths.iter().copied().max().unwrap_or(0);
     let start = |count: usize| match packed {
@@ -453,7 +458,8 @@ fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
     (0..=lengths.len()).map(|count| start(count) as u32).collect()
 }
 
-/// Moves the begin of what is empty behind its end; the room of the one before grows, and is not used.
+/// Moves the start of empty sequences behind their end. The room of the sequence before grows by
+/// one row, which it does not use.
 fn cross(starts: &mut [u32], lengths: &[usize]) {
     for sequence in 1..lengths.len().saturating_sub(1) {
         if lengths[sequence] == 0 {
@@ -462,7 +468,7 @@ fn cross(starts: &mut [u32], lengths: &[usize]) {
     }
 }
 
-/// A row, rotated by the angles of its position, not rounded yet.
+/// Returns a row rotated by the angles of its position, not yet rounded to its element type.
 fn rotated(rotary: Rotary, row: &[f64], [cosines, sines]: [&[f64]; 2]) -> Vec<f64> {
     let half = rotary.dim as usize / 2;
     let mut rotated = row.to_vec();
@@ -471,7 +477,7 @@ fn rotated(rotary: Rotary, row: &[f64], [cosines, sines]: [&[f64]; 2]) -> Vec<f6
             true => (2 * pair, 2 * pair + 1),
             false => (pair, pair + half),
         };
-        // In the kernel's precision: the last bit is the same.
+        // Computed in f32 like in the kernel, so that even the last bit agrees.
         let [c, s, x, y] = [cosines[pair], sines[pair], row[a], row[b]].map(|it| it as f32);
         rotated[a] = f64::from(x * c - y * s);
         rotated[b] = f64::from(x * s + y * c);

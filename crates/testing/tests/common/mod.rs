@@ -1,4 +1,4 @@
-//! What the tests of both passes share: random problems, and numbers of threads.
+//! Shared by the tests of both passes: random problems, and checks over numbers of threads.
 
 use std::fmt::Display;
 
@@ -29,7 +29,8 @@ pub(crate) fn any_contents() -> impl Strategy<Value = (Contents, Order)> {
     (contents, order)
 }
 
-/// The same comes out of one thread, of a few and of more than there are cores.
+/// Checks that the result is the same with one thread, with a few, and with more than there are
+/// cores.
 pub(crate) fn any_number_gives_the_same<T: PartialEq + Send>(
     what: impl Display,
     compute: impl Fn() -> T + Sync,

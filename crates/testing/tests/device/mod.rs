@@ -1,4 +1,4 @@
-//! The GPU that a test runs on, if there is one, and what tests on it have in common.
+//! The GPU that a test runs on, if there is one, and helpers of tests on a GPU.
 #![allow(dead_code)] // no test needs all of it
 
 use cuda::{Cache, Error};
@@ -10,7 +10,8 @@ use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
 use ptx::Target;
 
-/// The GPU, or a word on why not. One that is there and fails is a failure of the test.
+/// Returns the GPU, or prints why there is none. A GPU that exists but fails is a failure of the
+/// test.
 pub(crate) fn gpu() -> Option<Gpu> {
     match Gpu::with_cache(0, Cache::disabled()) {
         Ok(gpu) => Some(gpu),
@@ -24,7 +25,7 @@ pub(crate) fn gpu() -> Option<Gpu> {
     }
 }
 
-/// The GPU, if it is one with `wgmma`.
+/// Returns the GPU if it has `wgmma`.
 pub(crate) fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
     let fits = gpu.target() == Target::SM_90A;
@@ -34,7 +35,7 @@ pub(crate) fn hopper() -> Option<Gpu> {
     fits.then_some(gpu)
 }
 
-/// Nobody looks on.
+/// A [`Progress`] that reports nothing.
 pub(crate) struct Silent;
 
 impl Progress for Silent {
@@ -42,10 +43,10 @@ impl Progress for Silent {
     fn advance(&self, _: u64) {}
 }
 
-/// The elements of the tensor cores.
+/// The 16-bit types that the tensor cores multiply.
 pub(crate) const HALVES: [DType; 2] = [DType::F16, DType::BF16];
 
-/// All of so many cases at least must pass.
+/// Checks that all cases pass, and that there are at least `least` of them.
 pub(crate) fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, least: usize) {
     let mut count = 0;
     let mut complaints = Vec::new();
@@ -63,7 +64,7 @@ pub(crate) fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, leas
     assert!(count >= least, "{count}");
 }
 
-/// A kernel must be right about the standard problems.
+/// Checks that a kernel is right about the standard problems.
 pub(crate) fn is_right_about_plain_problems(gpu: Gpu, kernel: &str) {
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
@@ -78,7 +79,7 @@ pub(crate) fn is_right_about_plain_problems(gpu: Gpu, kernel: &str) {
     }
 }
 
-/// What a test launched itself over sequences must be right.
+/// Checks the results of a launch over sequences that a test made itself.
 pub(crate) fn is_right(sequences: &Sequences, inputs: Inputs<'_>, output: Tensor, lse: Vec<f32>) {
     let (problem, inputs) = sequences.over(inputs).unwrap();
     let rows = Rows::of(sequences);

@@ -1,4 +1,4 @@
-//! Bank conflicts, for a profiler to count beside us:
+//! Bank conflicts as the simulator counts them, to be compared with a profiler's counts:
 //!
 //! ```text
 //! cargo test --release -p flashcore-testing --test differential --no-run
@@ -16,8 +16,8 @@ use sim::{Measure, Options, Policy, mutate};
 
 use crate::{compiled, gpu, on_gpu, simulated};
 
-/// The kernels are of integers and copies alone: the same bits. What the simulator counts is
-/// printed.
+/// The kernels consist of integer arithmetic and copies only, so that GPU and simulator must agree
+/// bit for bit. The simulator's counts are printed.
 #[test]
 fn bank_conflicts() {
     let Some(gpu) = gpu() else { return };
@@ -40,8 +40,8 @@ fn bank_conflicts() {
 }
 
 /// Attention with `mma.sync` as it is launched, without its copies, and without its `ldmatrix`:
-/// where both are there, what a profiler counts may be one waiting for the other. The simulator
-/// counts no conflict in any of them.
+/// with both, the profiler may also count the one waiting for the other as conflicts. The simulator
+/// counts no conflict in any of the three.
 #[test]
 fn bank_conflicts_of_attention() {
     let Some(gpu) = gpu() else { return };
@@ -74,7 +74,7 @@ fn bank_conflicts_of_attention() {
     }
 }
 
-/// A program without some of its instructions, under a name that says so.
+/// Returns the program without some of its instructions, under a name that says so.
 fn without(program: &Program, what: &str, gone: impl Fn(&Instruction) -> bool) -> Program {
     let mut keep = |statement: &mut Statement| match &statement.kind {
         StatementKind::Instruction(instruction) => !gone(instruction),

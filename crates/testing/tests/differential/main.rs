@@ -1,4 +1,4 @@
-//! The same scenes through a GPU and through the simulator. Each test passes over itself where
+//! Differential tests: the same scenes on a GPU and in the simulator. Each test skips itself where
 //! there is no GPU that can run it.
 
 mod banks;
@@ -17,19 +17,19 @@ use sim::{Argument, Launch, Options, Policy};
 
 use device::{gpu, hopper};
 
-/// The launches of a scene, one after the other.
+/// Returns the launches of a scene in their order.
 fn launches(scene: &Scene) -> Vec<Launch<'_>> {
     let before = scene.before.iter().map(Step::launch);
     before.chain([scene.launch()]).chain(scene.after.iter().map(Step::launch)).collect()
 }
 
-/// Their kernels.
+/// Compiles the kernels of a scene's launches.
 fn compiled(gpu: &Gpu, scene: &Scene) -> Vec<Arc<Kernel>> {
     let compile = |it: Launch<'_>| gpu.compiled_program(it.program.clone()).unwrap();
     launches(scene).into_iter().map(compile).collect()
 }
 
-/// Every buffer of a scene after its kernels ran on the GPU.
+/// Runs a scene on the GPU, and returns the contents of all buffers afterwards.
 fn on_gpu(gpu: &Gpu, scene: &Scene, kernels: &[Arc<Kernel>]) -> Vec<Vec<u8>> {
     let memory = &scene.memory;
     let ids: Vec<_> = memory.ids().collect();
@@ -40,7 +40,7 @@ fn on_gpu(gpu: &Gpu, scene: &Scene, kernels: &[Arc<Kernel>]) -> Vec<Vec<u8>> {
         let mut arguments = Arguments::new();
         for (argument, parameter) in launch.arguments.iter().zip(&launch.program.parameters) {
             match argument {
-                // Nowhere: what the kernel has no use for.
+                // The null address of a tensor or list that the kernel does not use.
                 Argument::U64(address) if parameter.kind == ParameterKind::Address => {
                     arguments.push(DeviceAddress(*address))
                 }
@@ -66,7 +66,7 @@ fn on_gpu(gpu: &Gpu, scene: &Scene, kernels: &[Arc<Kernel>]) -> Vec<Vec<u8>> {
     buffers.iter().map(|buffer| gpu.stream().download_vec(buffer.all()).unwrap()).collect()
 }
 
-/// The same after a run of the simulator.
+/// Runs a scene in the simulator, and returns the contents of all buffers afterwards.
 fn simulated(scene: &Scene) -> Vec<Vec<u8>> {
     let (memory, _) = scene
         .run(&Options::values(Policy::Random, 1))

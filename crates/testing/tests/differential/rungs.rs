@@ -1,5 +1,6 @@
-//! Every rung: scalar attention, one `wgmma`, products, the ceiling loop, forward attention,
-//! attention with `mma.sync`, and what serves: decode, prefill and its order, append.
+//! Differential tests of the kernels, from simple to complex: scalar attention, one `wgmma`,
+//! products, the ceiling loop, forward attention, attention with `mma.sync`, and the serving
+//! kernels (decode, prefill and its sequencer, append).
 
 use std::sync::Arc;
 
@@ -14,30 +15,31 @@ use rayon::prelude::*;
 
 use crate::{compiled, gpu, hopper, on_gpu, simulated};
 
-/// By how much a value may differ: a share of the sum of magnitudes that it is made of, and units
-/// in its own last place.
+/// The largest difference of a value: a share of the sum of the magnitudes of its terms, plus a
+/// number of units in its own last place.
 struct Bound {
     share: f64,
     units: f64,
 }
 
 impl Bound {
-    /// Tensor cores add up in an order and with a truncation of their own.
+    /// For products: tensor cores add in an order and with a truncation of their own.
     const ACCUMULATION: Bound = Bound { share: 1e-6, units: 0.0 };
 
-    /// Order and rounding are those of the program, except for `ex2`, `lg2` and `rcp`: each is good
-    /// to 2^-22, so the GPU's and ours differ by 2^-21. A weight is multiplied by a further `ex2`
-    /// each time the maximum moves; eight of them are more than 21 random keys ever take. Where the
-    /// result is then rounded to 16 bits, the two may fall to either side.
+    /// For scalar attention: order and rounding are those of the program, except for `ex2`, `lg2`
+    /// and `rcp`. Each is accurate to 2^-22, so the GPU's and the simulator's differ by 2^-21. A
+    /// weight is multiplied by a further `ex2` each time the maximum moves; eight times are more
+    /// than 21 random keys ever take. Where the result is then rounded to 16 bits, the two may
+    /// round to different sides.
     fn approximations(element: Element) -> Self {
         let units = if element == Element::F32 { 0.0 } else { 1.0 };
         Bound { share: 8.0 / (1 << 21) as f64, units }
     }
 
-    /// Scores differ as sums of the tensor cores do. Weights are rounded to 16 bits before they go
-    /// back there, so that each may fall to either side: all of them doing so the same way is one
-    /// unit of every summand. Then the output is rounded too, unless it is a part of one in f32.
-    /// Log-sum-exps see no such rounding.
+    /// For fused attention: scores differ as sums of the tensor cores do. P is rounded to 16 bits
+    /// before the second product, and each element may round to either side: all of them to the
+    /// same side is one unit of every summand. Then the output is rounded too, unless it is a
+    /// partial output in f32. Log-sum-exps have no such rounding.
     fn fused(result: &Expected, weights: Element) -> Self {
         let units = if result.element == Element::F32 { 0.0 } else { 1.0 };
         match result.name {
@@ -46,9 +48,9 @@ impl Bound {
         }
     }
 
-    /// Every step of a product is rounded to f16, to either side. Scores of 32 and more before
-    /// scaling have a unit of 2^-5, of which a quarter is left after it at the narrowest head; a
-    /// few such steps the same way move a weight by so much.
+    /// For accumulation in f16: every step of a product is rounded to f16, to either side. Scores
+    /// of 32 and more before scaling have a unit of 2^-5, of which a quarter is left after scaling
+    /// at the narrowest head; a few such steps to the same side move a weight by this much.
     const HALF_SUMS: Bound = Bound { share: 1.0 / 32.0, units: 1.0 };
 }
 
@@ -60,7 +62,8 @@ fn epsilon(element: Element) -> f64 {
     }
 }
 
-/// Runs a scene on both; every result within its bound, and nothing else written.
+/// Runs a scene on the GPU and in the simulator, and checks that every result agrees within its
+/// bound and that nothing else was written.
 fn agree(gpu: &Gpu, scene: &Scene, bound: impl Fn(&Expected) -> Bound) {
     compiled_agree(gpu, scene, &compiled(gpu, scene), bound);
 }
@@ -75,8 +78,8 @@ fn compiled_agree(
     let name = format!("{}, {}", scene.program.name, scene.size);
     for (index, id) in scene.memory.ids().enumerate() {
         let Some(result) = scene.results.iter().find(|result| result.buffer == id) else {
-            // What nobody had written, or the simulator wrote, is scratch, and whose it is depends
-            // on who came last.
+            // Buffers that were uninitialised, or that the simulator wrote, are scratch, whose
+            // contents depend on the order of thread blocks.
             if scene.memory.unwritten(id) > 0 || ours[index] != scene.memory.bytes(id) {
                 continue;
             }
@@ -91,7 +94,7 @@ fn compiled_agree(
                 equal += 1;
                 continue;
             }
-            // A log-sum-exp near zero is still made of scores around one.
+            // A log-sum-exp near zero still comes from scores around one.
             let floor = if result.name == "lse" { 1.0 } else { 0.0 };
             let size = result.magnitude[at].max(floor);
             let unit = epsilon(result.element) * ours.abs().max(theirs.abs());
@@ -110,12 +113,12 @@ fn compiled_agree(
     }
 }
 
-/// Scenes one after the other, their kernels compiled on all cores before.
+/// Checks scenes one after the other, after compiling their kernels on all cores.
 fn all_agree(gpu: &Gpu, scenes: Vec<Scene>, bound: impl Fn(&Expected) -> Bound) {
     each_agrees(gpu, scenes.into_iter().map(|scene| ((), scene)).collect(), |(), it| bound(it));
 }
 
-/// The same, with a bound that depends on what a scene was made for.
+/// Checks scenes like [`all_agree`], with a bound that depends on a value attached to each.
 fn each_agrees<T: Copy + Sync>(
     gpu: &Gpu,
     scenes: Vec<(T, Scene)>,
@@ -160,8 +163,8 @@ fn scalar_attention() {
     }
 }
 
-/// With one key and no sink the weight is `ex2(0)` and its sum 1, which every approximation has
-/// exactly: what is left has a defined order, bit for bit.
+/// With one key and no sink the weight is `ex2(0)` and its sum 1, which every approximation gives
+/// exactly. The remaining arithmetic has a defined order, so that results agree bit for bit.
 #[test]
 fn scalar_attention_to_one_key() {
     let Some(gpu) = gpu() else { return };
@@ -214,7 +217,8 @@ fn ceiling() {
     all_agree(&gpu, scenes.into(), |_| Bound::ACCUMULATION);
 }
 
-/// Every shipped configuration on its smallest problem; two with more tiles than blocks.
+/// Every shipped configuration on its smallest problem, two of them with more tiles than thread
+/// blocks.
 #[test]
 fn forward_attention() {
     let Some(gpu) = hopper() else { return };
@@ -230,8 +234,8 @@ fn forward_attention() {
     each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
 }
 
-/// What is shipped for this GPU: on its smallest problem, and on one with several tiles, grouped
-/// heads and, where keys are split, parts.
+/// Every configuration shipped for this GPU, on its smallest problem, and on one with several
+/// tiles, grouped heads and, where keys are split, several splits.
 #[test]
 fn mma_attention() {
     let Some(gpu) = gpu() else { return };
@@ -252,7 +256,7 @@ fn mma_attention() {
     });
 }
 
-/// Nothing but weights from `ex2` and sums in the program's order.
+/// The combine kernel: weights from `ex2`, and sums in the program's order.
 #[test]
 fn combined_parts() {
     let Some(gpu) = gpu() else { return };
@@ -263,8 +267,8 @@ fn combined_parts() {
     all_agree(&gpu, scenes.collect(), |result| Bound::approximations(result.element));
 }
 
-/// Sequences of several tiles, of one key and of none, over several teams whose parts are put
-/// together by whoever comes last; also several queries under a window, over groups of heads.
+/// Sequences of several tiles, of one key and of none, over several teams whose parts the last
+/// thread block combines; also several queries under a window, over groups of heads.
 #[test]
 fn decode_attention() {
     let Some(gpu) = gpu() else { return };
@@ -290,7 +294,7 @@ fn windowed(call: Call, [heads, key_heads]: [usize; 2], right: usize) -> Call {
     })
 }
 
-/// Ragged batches through the forward kernel's loops, their tiles claimed in whatever order.
+/// Ragged batches, whose tiles thread blocks claim in any order.
 #[test]
 fn prefill_attention() {
     let Some(gpu) = hopper() else { return };
@@ -305,9 +309,9 @@ fn prefill_attention() {
     each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
 }
 
-/// Tiles in order, and keys copied or rotated on their way into caches. Whole numbers bit for bit;
-/// of a rotated pair the assembler may fuse a product and a sum, and the rounding to 16 bits then
-/// falls to either side.
+/// The sequencer's lists of tiles, which agree bit for bit, and keys that are copied or rotated
+/// into caches. In a rotation the assembler may fuse a product and a sum, and the result may then
+/// round to 16 bits to either side.
 #[test]
 fn order_and_append() {
     let Some(gpu) = gpu() else { return };

@@ -1,4 +1,5 @@
-//! What has one right answer, bit for bit: integers, float arithmetic and conversions.
+//! Differential tests of instructions with exactly one right result: integer and float arithmetic
+//! and conversions, bit for bit.
 
 use flashcore_testing::scene::{Scene, Step};
 use ptx::{
@@ -11,7 +12,7 @@ use crate::{compiled, gpu, on_gpu, simulated};
 
 const LANES: u32 = 1024;
 
-/// Words that are zeros, infinities, NaNs, the ends of every range, and much in between.
+/// Returns words that are zeros, infinities, NaNs, the ends of every range, and many in between.
 fn inputs(salt: u32) -> Vec<u32> {
     let edges = [
         0.0f32,
@@ -40,7 +41,7 @@ fn inputs(salt: u32) -> Vec<u32> {
             let mixed = (mixed ^ mixed >> 13).wrapping_mul(0xC2B2_AE35);
             match index % 4 {
                 0 => edges[(mixed >> 8) as usize % edges.len()].to_bits(),
-                // Of the sizes that 8 and 16 bits can have.
+                // Magnitudes within the range of 8-bit and 16-bit floats.
                 1 => (mixed & 0x87FF_FFFF) | 0x3800_0000,
                 2 => (mixed & 0x83FF_FFFF) | 0x3C00_0000,
                 _ => mixed,
@@ -49,12 +50,12 @@ fn inputs(salt: u32) -> Vec<u32> {
         .collect()
 }
 
-/// A result as a word.
+/// Returns the bits of a result as a word.
 fn word<T: Scalar>(k: &mut Builder, value: Reg<T>) -> Reg<U32> {
     k.eval(value.reinterpret::<U32>())
 }
 
-/// Every result that two words and their meanings as floats give.
+/// Computes all results from two words, as integers and as floats.
 fn results(k: &mut Builder, [a, b]: [Reg<U32>; 2]) -> Vec<Reg<U32>> {
     let mut words = Vec::new();
     for operation in [
@@ -95,7 +96,7 @@ fn results(k: &mut Builder, [a, b]: [Reg<U32>; 2]) -> Vec<Reg<U32>> {
     words.extend(brains.map(|it| word(k, it)));
     words.extend(k.unpack(half).map(|it| word(k, it)));
     words.extend(k.unpack(brain).map(|it| word(k, it)));
-    // 8-bit pairs have no 32-bit form: by way of f16.
+    // 8-bit pairs have no conversion to f32; they go through f16.
     let wide = k.register::<F16x2>();
     let small = k.pack::<E4M3x2>(x, y);
     k.push(Instruction::ConvertPacked { dst: wide.register(), src: small.register() });
@@ -119,7 +120,7 @@ fn results(k: &mut Builder, [a, b]: [Reg<U32>; 2]) -> Vec<Reg<U32>> {
     words
 }
 
-/// The kernel and its inputs.
+/// Returns the scene of the kernel, and its inputs.
 fn scene() -> (Scene, [Vec<u32>; 2]) {
     let mut k = Builder::new("words", Target::SM_90, LANES);
     let [left, right, out] =

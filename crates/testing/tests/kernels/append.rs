@@ -1,4 +1,4 @@
-//! New keys and values into caches.
+//! The append kernel in the simulator: new keys and values into caches.
 
 use flashcore_testing::scene::{AppendSize, Scene};
 use kernels::append::{Append, Rotary};

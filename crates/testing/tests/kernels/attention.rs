@@ -1,4 +1,4 @@
-//! The forward kernel for Hopper.
+//! The forward kernel for Hopper in the simulator.
 
 use flashcore::Problem;
 use flashcore_testing::check::Order;
@@ -12,7 +12,7 @@ use sim::{Measure, Mode, Options, Policy};
 
 use crate::{every_schedule, some_schedules};
 
-/// Sequences, queries and keys, query and key heads.
+/// A problem's size: the number of sequences, `[queries, keys]`, `[query heads, key heads]`.
 type Size = (usize, [usize; 2], [usize; 2]);
 
 fn call(forward: Forward, (batch, lengths, heads): Size) -> Call {
@@ -29,7 +29,7 @@ fn forward_is_attention() {
     for (forward, size) in [
         (small(), (1, [130, 70], [2, 1])),
         (causal, (1, [150, 100], [2, 1])),
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         (causal, (1, [150, 40], [1, 1])),
         (Forward { warpgroups: 1, query_buffers: 2, ..causal }, (1, [200, 65], [2, 2])),
         (
@@ -48,7 +48,8 @@ fn forward_is_attention() {
     }
 }
 
-/// Windows, chunks and what changes scores, at lengths around the edges of tiles and blocks.
+/// Windows, chunks and rules that change scores, at lengths around the edges of tiles and key
+/// blocks.
 #[test]
 fn forward_follows_rules() {
     let with = |rules| Forward { rules, ..small() };
@@ -60,7 +61,7 @@ fn forward_follows_rules() {
         (one(Rules::LOCAL), (1, [128, 257], [1, 1])),
         (one(Rules::LOCAL), (1, [64, 320], [1, 1])),
         (one(Rules::LOCAL), (1, [1, 97], [1, 1])),
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         (with(Rules::LOCAL), (1, [150, 40], [1, 1])),
         (one(Rules { sinks: true, ..Rules::LOCAL }), (1, [200, 65], [2, 2])),
         (with(chunked), (1, [129, 161], [2, 1])),
@@ -85,8 +86,8 @@ fn forward_follows_rules() {
     }
 }
 
-/// Blocks share the keys of a tile: two of them, three, one that has parts of two tiles; with other
-/// tiles before and without, in every form. The maxima of parts are far apart.
+/// Stream-K: two or three thread blocks share the keys of a tile, or one has parts of two tiles;
+/// with and without other tiles before, in every form. The maxima of parts are far apart.
 #[test]
 fn forward_shares_keys() {
     let shared = Forward { stream_k: true, ..small() };
@@ -100,7 +101,7 @@ fn forward_shares_keys() {
         (Forward { element: Element::F16, output: Element::F16, ..one }, (1, [64, 320], [5, 1]), 3),
         (compact, (1, [128, 320], [5, 1]), 3),
         (Forward { rules: sinks, ..one }, (2, [70, 320], [1, 1]), 3),
-        // Nothing to share.
+        // No tile is shared.
         (one, (1, [64, 90], [4, 1]), 2),
     ] {
         let call = Call { weights: Weights::Valley, ..call(forward, size).on(processors) };
@@ -110,8 +111,9 @@ fn forward_shares_keys() {
     every_schedule(&call.scene().unwrap(), Mode::Values, 16);
 }
 
-/// Under a mask a warpgroup passes over blocks that none of its rows sees, at either end of its walk, while the
-/// others walk them; with other tiles before and behind, in every form. They do so where they take turns.
+/// Under a mask, a warpgroup passes over key blocks that none of its rows sees, at either end of
+/// its walk, while the others walk them; with other tiles before and after, in every form. Only
+/// configurations with ping-pong do so.
 #[test]
 fn forward_passes_over_blocks() {
     let with = |rules| Forward { rules, key_block: 64, ping_pong: true, ..small() };
@@ -133,14 +135,14 @@ fn forward_passes_over_blocks() {
     }
     let call = call(with(Rules::LOCAL), (1, [300, 300], [1, 1])).on(1);
     every_schedule(&call.scene().unwrap(), Mode::Values, 16);
-    // Two tiles of two and four blocks: the first warpgroup of each leaves one out.
+    // Two tiles, of two and of four key blocks: the first warpgroup of each passes over one.
     let scene = scene(with(Rules::CAUSAL), (1, [256, 256], [1, 1]));
     let (_, report) = scene.run(&Options::values(Policy::Modelled, 0)).unwrap();
     let walked = (2 + 4) * 2 - 2;
     assert_eq!(report.counts.get(Measure::TensorOperations), walked * 2 * 64 * 64 * 128);
 }
 
-/// Tensors with heads first and with gaps, and slopes that sequences share.
+/// Tensors with heads first and with gaps, and ALiBi slopes that sequences share.
 #[test]
 fn forward_follows_strides() {
     let causal = Forward { rules: Rules { alibi: true, ..Rules::CAUSAL }, ..small() };
@@ -161,8 +163,8 @@ fn forward_under_many_schedules() {
     }
 }
 
-/// Every configuration that is shipped, on the smallest problem that takes it
-/// around its loop, with ragged ends: 16 seeds for the values, one checked.
+/// Every shipped configuration on the smallest problem that goes around its loop, with partial
+/// blocks at the ends: 16 seeds for the values only, one in checked mode.
 #[test]
 fn every_tuned_forward() {
     for (index, forward) in every_tuned().into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The gradients of attention on Hopper.
+//! The backward kernel for Hopper in the simulator.
 
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Scene, schedules};
@@ -21,7 +21,7 @@ fn tall(dim: u32, element: Element) -> Backward {
     tall_backward(tuned_backward(element, dim, dim, Rules::DENSE).unwrap()).unwrap()
 }
 
-/// Sequences, queries and keys, query and key heads.
+/// A problem's size: the number of sequences, `[queries, keys]`, `[query heads, key heads]`.
 type Size = (usize, [usize; 2], [usize; 2]);
 
 fn scene(backward: Backward, (batch, lengths, heads): Size) -> Scene {
@@ -34,20 +34,20 @@ fn gradients_are_right() {
     for (backward, size) in [
         (tuned(128, 128, Rules::DENSE), (1, [1, 1], [1, 1])),
         (tuned(64, 64, Rules::DENSE), (1, [1, 1], [1, 1])),
-        // Steps around all stages, and one over.
+        // Enough steps to go around all stages, and one more.
         (tuned(128, 128, Rules::CAUSAL), (1, [450, 450], [1, 1])),
         (tuned(64, 64, Rules::CAUSAL), (1, [650, 200], [1, 1])),
-        // Rows that see nothing, keys that nobody sees, a group of heads, two sequences.
+        // Rows that see no key, keys that no row sees, a group of heads, two sequences.
         (tuned(96, 64, Rules::CAUSAL), (2, [200, 60], [3, 1])),
         (tuned(128, 64, Rules::LOCAL), (1, [70, 400], [2, 1])),
         (tuned(64, 128, chunked), (1, [140, 300], [4, 2])),
         (tuned(40, 72, Rules::EVERY), (2, [130, 129], [2, 1])),
-        // Sinks of rows that see no key, over more query blocks than there are threads for at once.
+        // Sinks of rows that see no key, over more query blocks than one round of threads takes.
         (sunk(128, MaskKind::Causal), (1, [1100, 60], [2, 1])),
         (sunk(64, MaskKind::Dense), (5, [260, 40], [2, 2])),
         (sunk(64, MaskKind::Chunked), (2, [200, 100], [2, 1])),
         (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
-        // Narrow heads: twice 64 keys a warpgroup.
+        // Narrow heads, with twice 64 keys per warpgroup.
         (tall(64, Element::BF16), (1, [1, 1], [1, 1])),
         (tall(64, Element::F16), (2, [330, 300], [2, 1])),
         (tall(40, Element::BF16), (1, [130, 600], [1, 1])),
@@ -139,7 +139,8 @@ fn heads_are_taken_together_under_a_causal_mask() {
     }
 }
 
-/// Walks of several rounds, with heads that share keys: more queries than keys, and fewer.
+/// Walks of several rounds that alternate their direction, with heads that share keys: more queries
+/// than keys, and fewer.
 #[test]
 fn walks_go_down_and_up_by_turns() {
     for (backward, (lengths, heads), processors) in [
@@ -153,8 +154,9 @@ fn walks_go_down_and_up_by_turns() {
     }
 }
 
-/// Heads enough that sums of later ones are cleared, and those of earlier ones rounded, beside the
-/// products: also in widths that fill no panels, of groups of heads, and of tiles that nobody sees.
+/// So many heads that idle warps clear the dQ sums of later heads and round those of earlier ones
+/// while the products run: also with head dims that fill no whole panels, with groups of heads, and
+/// with tiles that no query sees.
 #[test]
 fn sums_are_cleared_and_rounded_beside_the_products() {
     for (backward, (lengths, heads)) in [
@@ -175,7 +177,8 @@ fn persistent(backward: Backward) -> Backward {
     Backward { persistent: true, ..backward }
 }
 
-/// One block, or two, with all tiles: walks that end at every stage, and tiles that nobody sees.
+/// One or two thread blocks process all tiles: walks that end at every stage, and tiles that no
+/// query sees.
 #[test]
 fn blocks_take_tile_after_tile() {
     for (backward, (batch, lengths, heads), processors) in [
@@ -195,8 +198,8 @@ fn split(backward: Backward) -> Backward {
     Backward { split: true, ..backward }
 }
 
-/// One tile beyond those that fill all blocks, or nothing but such; parts that begin amid the query
-/// heads of a group, and parts without steps.
+/// One tile more than whole rounds of thread blocks, or fewer tiles than one round; parts that
+/// begin within the query heads of a group, and parts without steps.
 #[test]
 fn the_last_tiles_are_cut_into_parts() {
     for (backward, (lengths, heads), processors) in [
@@ -211,8 +214,8 @@ fn the_last_tiles_are_cut_into_parts() {
     }
 }
 
-/// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
-/// grid at a time: the first of them, and whether all others are the same.
+/// Runs a scene under every policy, with some seeds, and with one, two or four resident thread
+/// blocks; returns the bits of all results of the first run, and whether all other runs agree.
 pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
     let mut all = Vec::new();
     let mode = Mode::Values;
@@ -251,7 +254,7 @@ fn deterministic_gradients_under_many_schedules() {
 fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
     for (backward, (batch, lengths, heads), processors) in [
-        // Heads by themselves; in twos, with one left over that comes first; all together.
+        // Heads taken one at a time; in pairs, with one left over that comes first; all together.
         (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 1),
         (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 3),
         (tuned(64, 64, Rules::DENSE), (3, [140, 300], [1, 1]), 9),
@@ -262,7 +265,7 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
         (tuned(128, 64, chunked), (2, [200, 450], [1, 1]), 1),
         (tuned(40, 72, Rules::EVERY), (1, [300, 260], [2, 2]), 1),
         (tuned(256, 256, Rules::CAUSAL), (1, [200, 200], [2, 1]), 1),
-        // One part of the sums, and three.
+        // Sums in one part, and in three.
         (tuned(64, 192, Rules::CAUSAL), (1, [130, 200], [1, 1]), 1),
         (tuned(192, 128, Rules::EVERY), (1, [150, 200], [2, 2]), 2),
     ] {
@@ -274,8 +277,8 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     }
 }
 
-/// The fast mode's sums of queries' gradients depend on who comes first: what the others are held
-/// against can tell.
+/// The dQ sums of the fast mode depend on the order of thread blocks, which shows that the
+/// comparison of bits in the deterministic tests can fail.
 #[test]
 fn fast_gradients_have_other_bits_under_other_schedules() {
     let scene = scene(tuned(64, 64, Rules::DENSE), (1, [140, 400], [1, 1]));

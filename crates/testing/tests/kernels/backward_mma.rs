@@ -1,4 +1,4 @@
-//! The gradients of attention with mma.sync.
+//! The backward kernel with `mma.sync` in the simulator.
 
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
 use kernels::mma::{BackwardMma, tuned_backward};
@@ -15,7 +15,7 @@ fn tuned(target: Target, head_dim: u32, value_head_dim: u32, rules: Rules) -> Ba
     tuned_backward(target, element, head_dim, value_head_dim, rules, false, Batch::Equal).unwrap()
 }
 
-/// The configuration for another mode, which may have other tiles.
+/// Returns the configuration for another mode, which may have other tiles.
 fn in_mode(it: BackwardMma, deterministic: bool, batch: Batch) -> BackwardMma {
     let BackwardMma { target, element, head_dim, value_head_dim, rules, .. } = it;
     tuned_backward(target, element, head_dim, value_head_dim, rules, deterministic, batch).unwrap()
@@ -27,13 +27,14 @@ fn ragged(backward: BackwardMma, queries: &[usize], keys: &[usize], heads: [usiz
     Call::ragged(Configuration::BackwardMma(backward), ragged, heads)
 }
 
-/// Warps that have all columns of their keys, so that weights stay in registers.
+/// Returns a configuration whose warps have all columns of their keys, so that P stays in
+/// registers.
 fn unshared(target: Target, rules: Rules) -> BackwardMma {
     let it = tuned(target, 64, 64, rules);
     BackwardMma { key_tiles: 2, key_warps: 4, column_warps: 1, part: 32, ..it }
 }
 
-/// Sequences, queries and keys, query and key heads.
+/// A problem's size: the number of sequences, `[queries, keys]`, `[query heads, key heads]`.
 type Size = (usize, [usize; 2], [usize; 2]);
 
 fn scene(backward: BackwardMma, (batch, lengths, heads): Size) -> Scene {
@@ -53,7 +54,7 @@ fn gradients_are_right() {
         (tuned(T::SM_89, 128, 128, Rules::CAUSAL), (1, [100, 150], [2, 1])),
         (unshared(T::SM_90, Rules::CAUSAL), (1, [150, 150], [2, 1])),
         (unshared(T::SM_80, Rules::EVERY), (1, [70, 200], [2, 1])),
-        // Rows that see nothing, keys that nobody sees, a group of heads, two sequences.
+        // Rows that see no key, keys that no row sees, a group of heads, two sequences.
         (tuned(T::SM_80, 96, 64, Rules::CAUSAL), (2, [150, 60], [3, 1])),
         (tuned(T::SM_90, 128, 64, Rules::LOCAL), (1, [70, 300], [2, 1])),
         (tuned(T::SM_89, 64, 128, chunked), (1, [140, 200], [4, 2])),
@@ -81,7 +82,7 @@ fn gradients_under_many_schedules() {
     }
 }
 
-/// Lengths around the edges of tiles and none at all, queries longer and shorter than keys.
+/// Lengths around the edges of tiles, empty sequences, more queries than keys and fewer.
 #[test]
 fn ragged_gradients_are_right() {
     use Target as T;
@@ -122,7 +123,7 @@ fn ragged_gradients_are_right() {
     }
 }
 
-/// Rows that are of nobody lie between sequences, and stay as they are; lists lie.
+/// Rows of no sequence lie between sequences and stay as they are; lists hold hostile numbers.
 #[test]
 fn sequences_lie_anywhere() {
     let backward = in_mode(tuned(Target::SM_80, 64, 64, Rules::CAUSAL), false, Batch::Ragged);
@@ -185,7 +186,8 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     assert!(same, "{}", scene.size);
 }
 
-/// What the others are held against can tell.
+/// The bits of the fast mode differ between schedules, which shows that the comparison in the
+/// deterministic tests can fail.
 #[test]
 fn fast_gradients_have_other_bits_under_other_schedules() {
     let scene = scene(tuned(Target::SM_80, 64, 64, Rules::DENSE), (1, [140, 400], [1, 1]));

@@ -1,6 +1,5 @@
-//! Bank conflicts of kernels that are made to have many, some and none. The
-//! library's test `differential` runs the same ones on a GPU, where a profiler
-//! can count.
+//! Bank conflicts of three kernels that have many, some and none by construction. The test
+//! `differential` runs the same kernels on a GPU, where a profiler can count them.
 
 use flashcore_testing::scene::Scene;
 use sim::{Budget, Measure, Mode, Options, Policy};
@@ -10,8 +9,8 @@ use crate::every_schedule;
 #[test]
 fn many_some_and_none() {
     let scenes = Scene::bank_conflicts().unwrap();
-    // Of 4 warps and 1024 rounds: 31 a load and 31 a store; 12 for matrices, 2
-    // for pairs and 1 for words; none.
+    // In each of 4 warps and 1024 rounds: 31 per load and 31 per store; 12 for matrices, 2 for
+    // pairs and 1 for words; none.
     for (scene, expected) in scenes.iter().zip([4096 * 62, 4096 * 15, 0]) {
         let (_, report) = scene.run(&Options::checked(Policy::Earliest, 0)).unwrap();
         assert_eq!(report.counts.get(Measure::BankConflicts), expected, "{}", scene.program.name);

@@ -1,5 +1,5 @@
-//! What the library would launch, from the text of a problem on: every family that serves it, on
-//! several chips.
+//! Problems from their text through the planner to the simulator: every family that serves a
+//! problem, on several chips.
 
 use std::collections::BTreeMap;
 
@@ -22,14 +22,14 @@ fn every_family_is_right_as_it_is_launched() {
         "b=1,h=2,s=40,sk=90,d=64,bf16,window=20:3",
         "b=2,h=2,s=70,sk=64,d=64,f16,window=30:0,chunk=25,softcap=2,alibi=sequences,sinks",
         "b=2,h=6,hk=2,s=2,sk=300,d=64,bf16,causal,softcap=3,alibi",
-        // A cap that all scores are well below.
+        // A softcap well above all scores.
         "b=1,h=2,s=70,sk=140,d=64,f16,causal,softcap=50",
-        // Few tiles over many keys, which are split.
+        // Few tiles over many keys, so that keys are split.
         "b=1,h=1,s=1,sk=2000,d=64,bf16",
         "b=2,h=2,s=9,d=7,dv=33,f32,window=3:1,chunk=4,softcap=2,alibi,sinks",
         "b=1,h=2,s=5,sk=0,d=64,f16,sinks",
     ];
-    // One on which not all tiles run at once, so that something puts them in order.
+    // A chip so small that not all tiles run at once, so that a sequencer orders them.
     let small = Chip { multiprocessors: 2, ..Chip::H200 };
     let chips = [Chip::H200, small, Chip::typical(Target::SM_89), Chip::typical(Target::SM_75)];
     let mut served = BTreeMap::new();
@@ -59,7 +59,7 @@ fn every_family_is_right_as_it_is_launched() {
     assert_eq!(kernels, all, "{served:?}");
 }
 
-/// Whatever a plan launches, the driver's arguments have room for it.
+/// The arguments of every launch fit into the space that the driver has for them.
 #[test]
 fn arguments_of_a_launch_suffice() {
     for target in Target::NAMED {

@@ -1,4 +1,4 @@
-//! Decode: sequences of unequal lengths over caches.
+//! The decode kernel in the simulator: sequences of unequal lengths over caches.
 
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
@@ -11,12 +11,12 @@ use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule};
 
-/// The same with splits of 32 keys.
+/// Returns the small configuration with splits of 32 keys.
 pub(crate) fn fixed() -> Decode {
     Decode { splits: Splits::Fixed { rounds: 1 }, ..small() }
 }
 
-/// Sequences of several tiles, of none, of one key and of one tile, with one query each.
+/// Returns sequences of several tiles, of no key, of one key and of one tile, with one query each.
 fn ragged() -> Ragged {
     Ragged::new(vec![1; 4], vec![83, 0, 1, 16])
 }
@@ -87,7 +87,7 @@ fn decode_is_attention() {
             ),
         )
         .with(chunks(Mask::window(Some(25), Some(3)))),
-        // More rows than a block has.
+        // More rows than a thread block has.
         plain(Ragged { queries: vec![5; 4], ..ragged() }).with(causal),
         heads([22, 1], call(Decode { rows: 16, tile_keys: 32, stages: 3, ..small() }, ragged())),
         call(
@@ -110,7 +110,7 @@ fn decode_is_attention() {
     }
 }
 
-/// The same over a cache of 8 bits.
+/// Returns the small configuration over an 8-bit cache.
 fn narrow(element: Element, key_scales: Scales, value_scales: Scales) -> Decode {
     let cache = Cache { element, key_scales, value_scales };
     Decode { target: Target::SM_89, cache, ..small() }
@@ -235,7 +235,7 @@ fn decode_under_many_schedules() {
     }
 }
 
-/// The counters are as they were found, so that the next launch finds them so.
+/// A launch leaves the counters as it found them, for the next launch.
 #[test]
 fn a_second_launch_finds_everything_in_order() {
     for decode in [small(), fixed()] {

@@ -1,5 +1,5 @@
-//! Block masks found on the device: the finder, the lister and the sharer, against every pair looked at on
-//! the host.
+//! Block masks found on the device: the kernels that find, list and distribute blocks, against a
+//! host computation that evaluates every pair of query and key.
 
 use flashcore_testing::composition;
 use flashcore_testing::mutant::{Kind, every};
@@ -13,16 +13,16 @@ use sim::{Argument, BufferId, Failure, Launch, Memory, Mode, Options, Policy};
 
 use crate::function::passed;
 
-/// Sequences, heads, queries and keys.
+/// The numbers of sequences, heads, queries and keys.
 const SIZES: [usize; 4] = [2, 2, 37, 45];
 
-/// A mask in the simulator.
+/// A mask whose blocks are found in the simulator.
 struct Finding<'a> {
     mask: BlockMask,
     tensors: &'a [HostTensor],
     memory: Memory,
     captured: Vec<BufferId>,
-    /// What was found, lists of blocks, lists of tiles.
+    /// The found blocks, the lists of blocks and the lists of tiles.
     buffers: [BufferId; 3],
     shared: Shared,
 }
@@ -36,7 +36,7 @@ impl<'a> Finding<'a> {
         let captured = tensors.iter().map(|it| memory.input(&it.name, it.bytes.clone())).collect();
         let sizes = [mask.found_words(), mask.size(), shared.words()];
         let names = ["found", "lists", "tiles"];
-        // What nobody writes shows.
+        // Words that no kernel writes are recognisable.
         let mut place =
             |index: usize| memory.result(names[index], vec![0xEE; 4 * sizes[index] as usize]);
         let buffers = [place(0), place(1), place(2)];
@@ -108,8 +108,8 @@ impl<'a> Finding<'a> {
     }
 }
 
-/// What is to be found of a tile and a block, looked at pair by pair: whether it is seen, and whether some is
-/// not.
+/// Evaluates every pair of a query tile and a key block: `None` if no pair is visible, else whether
+/// some pair is hidden.
 fn looked(mask: &BlockMask, tensors: &[HostTensor], own: [u32; 2], at: [u32; 2]) -> Option<bool> {
     let [queries, keys] = mask.lengths;
     let rows = at[0] * mask.query_rows..((at[0] + 1) * mask.query_rows).min(queries);
@@ -118,7 +118,7 @@ fn looked(mask: &BlockMask, tensors: &[HostTensor], own: [u32; 2], at: [u32; 2])
     let [first, last] = [rows.start, rows.end - 1].map(|row| i64::from(row) + offset);
     let by_name = mask.window.tile_keys(first, last, keys);
     if by_name.start.max(columns.start) >= by_name.end.min(columns.end) {
-        // Whole blocks are walked.
+        // Kernels walk whole blocks.
         let blocks = by_name.start / mask.key_block..by_name.end.div_ceil(mask.key_block);
         if by_name.is_empty() || !blocks.contains(&at[1]) {
             return None;
@@ -152,7 +152,7 @@ fn looked(mask: &BlockMask, tensors: &[HostTensor], own: [u32; 2], at: [u32; 2])
     seen.then_some(hidden)
 }
 
-/// The lists that there should be: entries, and turns where they are counted.
+/// Returns the expected lists: their entries, and their turns where these are counted.
 fn expected(mask: &BlockMask, tensors: &[HostTensor]) -> Vec<(Vec<u32>, Vec<u32>)> {
     let tiles = mask.lengths[0].div_ceil(mask.query_rows);
     let blocks = mask.lengths[1].div_ceil(mask.key_block);
@@ -192,8 +192,9 @@ fn windows() -> [(MaskKind, Window); 4] {
     ]
 }
 
-/// Every ready-made rule that loads, under every kind of mask by name, for tiles and for blocks of keys: what is found
-/// is what there is, pair by pair, and never more than intervals over the same contents leave.
+/// Every ready-made rule that loads from tensors, under every kind of mask by name, for lists of
+/// query tiles and of key blocks: the blocks found are exactly those that have a visible pair, and
+/// never more than an analysis by intervals over the same contents leaves.
 #[test]
 fn what_is_found_is_what_functions_leave() {
     let masks = composition::masks().into_iter().filter(|mask| !mask.tensors().is_empty());
@@ -243,7 +244,7 @@ fn what_is_found_is_what_functions_leave() {
     }
 }
 
-/// Documents of very unequal lengths.
+/// Returns a mask of documents of very unequal lengths.
 fn documents() -> (BlockMask, [HostTensor; 1]) {
     let ids: Vec<i32> =
         (0..2 * 192).map(|at| [(at % 192) / 8, at / 300][at / 192] as i32).collect();
@@ -261,7 +262,7 @@ fn documents() -> (BlockMask, [HostTensor; 1]) {
     (mask, [HostTensor::integers("ids", &ids, &[2, 192])])
 }
 
-/// The tiles of each block's list.
+/// Returns the tiles in the list of each thread block.
 fn tiles_of(words: &[u32], blocks: usize) -> Vec<Vec<u32>> {
     let list = |block: usize| {
         let list = words[words[block] as usize..].iter();
@@ -270,7 +271,8 @@ fn tiles_of(words: &[u32], blocks: usize) -> Vec<Vec<u32>> {
     (0..blocks).map(list).collect()
 }
 
-/// Each tile is in one list, and no block has more to do than the mean and the shortest tile.
+/// Each tile is in exactly one list, and no thread block has more work than the mean plus the
+/// shortest tile.
 #[test]
 fn tiles_are_shared_out_by_what_was_found() {
     let (mask, tensors) = documents();
@@ -295,7 +297,8 @@ fn tiles_are_shared_out_by_what_was_found() {
     }
 }
 
-/// Without any of what orders the sharer, or with less of it, the simulator stops or a tile is lost.
+/// With any synchronisation of the sharer deleted or weakened, the simulator reports a hazard or a
+/// tile is lost.
 #[test]
 fn whatever_orders_the_sharer_is_missed() {
     let (mask, tensors) = documents();

@@ -1,4 +1,4 @@
-//! The forward kernel for Hopper with inputs of 8 bits.
+//! The forward kernel for Hopper with 8-bit inputs in the simulator.
 
 use flashcore::{Descale, Descales};
 use flashcore_testing::check::Order;
@@ -10,7 +10,7 @@ use sim::{EightBitSums, Measure, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule, some_schedules};
 
-/// A small configuration; what it does not name is as shipped.
+/// Returns a small configuration; fields that it does not set are as shipped.
 fn small() -> Forward {
     Forward {
         head_dim: 64,
@@ -24,11 +24,11 @@ fn small() -> Forward {
     }
 }
 
-/// Factors of every tensor.
+/// Descale factors per head for all three inputs.
 const DESCALES: Descales =
     Descales { query: Descale::PerHead, ..Descales::of_cache(Descale::PerHead) };
 
-/// Sequences, queries and keys, query and key heads.
+/// A problem's size: the number of sequences, `[queries, keys]`, `[query heads, key heads]`.
 type Size = (usize, [usize; 2], [usize; 2]);
 
 fn call(forward: Forward, (batch, lengths, heads): Size) -> Call {
@@ -51,7 +51,7 @@ fn fp8_is_attention() {
         (Forward { head_dim: 80, value_head_dim: 208, ..small() }, (1, [65, 97], [2, 1])),
         (small(), (1, [130, 70], [2, 1])),
         (with(Rules::CAUSAL), (2, [150, 200], [2, 1])),
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         (with(Rules::CAUSAL), (1, [150, 40], [1, 1])),
         (Forward { key_block: 32, stages: 3, ..one(Rules::CAUSAL) }, (1, [200, 65], [2, 2])),
         (wide, (1, [65, 200], [1, 1])),
@@ -85,7 +85,7 @@ fn fp8_is_attention_however_it_is_asked() {
     }
 }
 
-/// Ragged batches, apart, packed and in pages.
+/// Ragged batches with gaps between sequences, packed, and in pages.
 #[test]
 fn fp8_prefill_is_attention() {
     let tile = Forward { rules: Rules::LOCAL, warpgroups: 1, ..small() };
@@ -114,9 +114,9 @@ fn fp8_under_many_schedules() {
     }
 }
 
-/// With the few bits to which Hopper adds 8-bit products, as the simulator models them, the error
-/// does not grow with the number of keys: no sum is longer than a block. Values have a mean, so
-/// that what is lost does not cancel.
+/// Hopper accumulates 8-bit products with few bits, as the simulator models it. Still the error
+/// does not grow with the number of keys, since no such sum is longer than a key block. Values have
+/// a mean, so that the errors do not cancel.
 #[test]
 fn fp8_stays_accurate_over_many_keys() {
     let forward = Forward { head_dim: 128, value_head_dim: 128, warpgroups: 1, ..small() };
@@ -139,9 +139,9 @@ fn fp8_stays_accurate_over_many_keys() {
     }
 }
 
-/// Log-sum-exps lose what the tensor cores cut off scores, and no more: with one key a log-sum-exp is
-/// a score, and with one row there is no other to be as wrong. Of such problems one in eight had a
-/// log-sum-exp beyond the rule while its baseline did not cut the sums of steps.
+/// Log-sum-exps lose only what the tensor cores truncate from scores: with one key a log-sum-exp is
+/// a score, and with one row no other row has a larger error. One in eight of such problems had a
+/// log-sum-exp beyond the accuracy rule while its baseline did not truncate the sums of steps.
 #[test]
 fn fp8_log_sum_exps_lose_what_the_tensor_cores_cut() {
     let options =
@@ -157,8 +157,8 @@ fn fp8_log_sum_exps_lose_what_the_tensor_cores_cut() {
     }
 }
 
-/// Every configuration that is shipped, with ragged ends, and not one bank conflict: transposing
-/// neither reads nor writes one.
+/// Every shipped configuration, with partial blocks at the ends, is right and has no bank
+/// conflicts, also in the transposition of V.
 #[test]
 fn every_shipped_fp8_kernel() {
     let forwards = every_fp8().into_iter().map(Configuration::Forward);

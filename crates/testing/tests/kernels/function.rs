@@ -1,4 +1,4 @@
-//! Masks and scores as functions: random ones, by themselves and in attention.
+//! Mask and score functions in the simulator: random ones, by themselves and in attention.
 
 use flashcore::random::mix;
 use flashcore_testing::composition::{self, Composition};
@@ -16,7 +16,7 @@ use sim::{Argument, BufferId, Launch, Measure, Memory, Mode, Options, Policy};
 use crate::every_schedule;
 use crate::mma::small;
 
-/// Random numbers under a seed.
+/// A source of random expressions from a seed.
 struct Dice(u64);
 
 impl Dice {
@@ -29,7 +29,7 @@ impl Dice {
         words[self.below(words.len())]
     }
 
-    /// An integer expression.
+    /// Returns a random integer expression.
     fn integer(&mut self, depth: usize) -> String {
         if depth == 0 {
             return match self.below(6) {
@@ -46,7 +46,7 @@ impl Dice {
                     ["add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"];
                 format!("({} {a} {b})", self.word(&operations))
             }
-            // Divisors as people write them.
+            // Small positive constants, the usual divisors.
             10 => format!("({} {a} {})", self.word(&["div", "rem"]), 1 + self.below(20)),
             11 => format!("({} {a} {b})", self.word(&["shl", "shr"])),
             12 => format!("({} {a})", self.word(&["neg", "abs", "not"])),
@@ -80,7 +80,7 @@ impl Dice {
         }
     }
 
-    /// A float that has no rounding errors: what comparisons may be about.
+    /// Returns a float expression without rounding errors, which comparisons may use.
     fn exact_float(&mut self) -> String {
         match self.below(4) {
             0 => self.word(&["0.0", "1.5", "-2.0", "inf", "-inf", "NaN"]).to_owned(),
@@ -90,7 +90,7 @@ impl Dice {
         }
     }
 
-    /// A float of moderate size, so that its error is known.
+    /// Returns a float expression of moderate magnitude, so that its error is bounded.
     fn float(&mut self, depth: usize, score: bool) -> String {
         if depth == 0 {
             return match self.below(5) {
@@ -151,7 +151,7 @@ fn tensors() -> Vec<HostTensor> {
     ]
 }
 
-/// The scores of a function's table, from the simulator.
+/// Runs the kernel that tabulates a function in the simulator, and returns the table.
 fn simulated(function: Function, tensors: &[HostTensor], scores: &[f32]) -> Vec<f32> {
     let program = function.table(Target::SM_80).unwrap();
     let mut memory = Memory::new();
@@ -179,7 +179,7 @@ fn simulated(function: Function, tensors: &[HostTensor], scores: &[f32]) -> Vec<
     memory.f32(after)
 }
 
-/// What is passed of a tensor that a function loads from.
+/// Returns the launch argument for a part of a captured tensor.
 pub(crate) fn passed(
     Captured { index, part, .. }: Captured,
     function: Function,
@@ -195,7 +195,8 @@ pub(crate) fn passed(
     }
 }
 
-/// A thousand random functions: printed, parsed, evaluated on the host and in a kernel alike.
+/// A thousand random functions are the same when printed and parsed, and evaluate to the same on
+/// the host and in a kernel.
 #[test]
 fn random_functions_are_the_same_everywhere() {
     let [batch, heads, queries, keys] = SIZES;
@@ -264,11 +265,12 @@ fn rules() -> Vec<Rules> {
     ]
 }
 
-/// The tensors that they load from; shorter than some sequences, so that loads are outside.
+/// Returns the tensors that the rules load from; some are shorter than sequences, so that loads are
+/// out of bounds.
 fn captured(rules: &Rules) -> Vec<HostTensor> {
     let ids: Vec<i32> = (0..2 * 120).map(|it| it % 120 / 37).collect();
     let number = |index: usize| (mix(index as u64) % 100) as f32 / 50.0 - 1.0;
-    // Rows of an odd number of elements are not loaded in pairs.
+    // Rows with an odd number of elements are not loaded in pairs.
     let row = if rules.sinks { 101 } else { 100 };
     let bias: Vec<f32> = (0..90 * row).map(number).collect();
     let upper = |it: &f32| ((it.to_bits() >> 16) as u16).to_le_bytes();
@@ -326,7 +328,7 @@ fn split_and_ragged_mma_follow_functions() {
     }
 }
 
-/// Over equal lengths split over teams of blocks, ragged batches, and pages.
+/// The decode kernel over equal lengths split among teams, over ragged batches, and over pages.
 #[test]
 fn decode_follows_functions() {
     for (index, rules) in rules().into_iter().enumerate() {
@@ -347,7 +349,8 @@ fn decode_follows_functions() {
     }
 }
 
-/// Neighbouring keys that are not neighbours in their tensor, and rows of pairs in 16 bits.
+/// Returns rules whose loads for neighbouring keys are not neighbours in their tensor, and rules
+/// with pairs of 16-bit elements.
 fn loads_of_keys() -> [Rules; 2] {
     let skewed = Function::score("skewed", |score, at| {
         let row = (at.query() - at.key()).abs();
@@ -377,12 +380,13 @@ fn forward_follows_functions() {
         };
         let (lengths, heads) = SIZE;
         let call = Call::new(Configuration::Forward(forward), 2, lengths, heads);
-        // Lists of documents are made from what is in them.
+        // Every second call has its block lists made on the host from the tensors' contents.
         checked(Call { contents_known: index % 2 == 1, ..call }, &rules);
     }
 }
 
-/// Blocks that no row of a tile sees are not multiplied: as many products as by name.
+/// Key blocks that no row of a tile sees are skipped: there are as many products as with the same
+/// mask by name.
 #[test]
 fn blocks_that_a_function_hides_are_not_walked() {
     let causal = Function::mask("causal", |at| at.position().ge(at.key()));
@@ -403,7 +407,7 @@ fn blocks_that_a_function_hides_are_not_walked() {
         let tile = Forward { element: Element::BF16, output: Element::BF16, ..tile };
         Configuration::Forward(Forward { head_dim: 64, value_head_dim: 64, ..tile })
     };
-    // One warp of a tile more or less sees a block: tiles of one warp say it exactly.
+    // Warps of a tile may differ in whether they see a block; tiles of one warp give exact counts.
     let narrow = |rules| Configuration::Mma(Mma { row_tiles: 1, ..mma(rules) });
     let dense = products(forward(Rules::DENSE));
     for (function, rules) in [(causal, Rules::CAUSAL), (window, Rules::LOCAL)] {
@@ -414,7 +418,8 @@ fn blocks_that_a_function_hides_are_not_walked() {
     }
 }
 
-/// Nor are they for gradients: as many products as by name, of documents those of each alone.
+/// Gradients skip them too: as many products as with the mask by name, and with documents only the
+/// products within each document.
 #[test]
 fn gradients_of_blocks_that_a_function_hides_are_not_walked() {
     let products = |call: Call| {
@@ -436,7 +441,7 @@ fn gradients_of_blocks_that_a_function_hides_are_not_walked() {
         let documents = Rules { mask_function: Some(function_rules::documents()), ..Rules::DENSE };
         let captured = vec![HostTensor::integers("ids", &ids, &[1, 256])];
         let call = equal(family(64, documents), 256);
-        // Found on the device, and on the host.
+        // Blocks are found on the device, and on the host.
         for contents_known in [false, true] {
             let call = Call { contents_known, captured: captured.clone(), ..call.clone() };
             assert_eq!(products(call), dense / 2);
@@ -464,7 +469,7 @@ fn prefill_follows_functions() {
     }
 }
 
-/// A scene is run once and judged.
+/// Runs the scene of a kernel once and judges its results.
 fn is_right(kernel: Configuration, captured: &[HostTensor], (batch, lengths): (usize, [usize; 2])) {
     runs_right(&Call { captured: captured.to_vec(), ..Call::new(kernel, batch, lengths, [2, 1]) });
 }
@@ -488,11 +493,11 @@ fn ampere(dim: u32, rules: Rules) -> Configuration {
     Configuration::BackwardMma(found.unwrap())
 }
 
-/// Gradients of scores that go through functions, of keys that functions hide.
+/// Gradients under score functions and mask functions.
 #[test]
 fn gradients_follow_functions() {
     for (index, rules) in rules().into_iter().enumerate() {
-        // A cap by name and a function are not differentiated together.
+        // A softcap by name together with a score function has no gradients.
         let rules = Rules { softcap: false, ..rules };
         let (captured, size) = (captured(&rules), (1, [70, 130]));
         // Beyond 128 one warpgroup has weights, the other their gradients.
@@ -522,7 +527,7 @@ fn gradients_follow_functions() {
     is_right(hopper(256, capped), &[], (1, [70, 70]));
 }
 
-/// Rules that are ready-made, and random compositions of them, in every family.
+/// Ready-made rules, and random compositions of them, in every family.
 #[test]
 fn families_follow_ready_made_rules() {
     const SIZES: [usize; 4] = [1, 2, 17, 40];

@@ -1,4 +1,4 @@
-//! Batch invariance in the simulator: each query's bits are those it has alone.
+//! Batch invariance in the simulator: each query of a batch gives the same bits as alone.
 
 use flashcore::serving::Sequences;
 use flashcore::{DType, InputTensors, Layout, Mask, Problem, Tensor};
@@ -38,7 +38,7 @@ fn problem(mask: Mask) -> Problem {
     Problem::new(1, 4, 1, 64).with_kv_heads(2).with_dtype(DType::BF16).with_mask(mask)
 }
 
-/// The first complaint about some batches.
+/// Returns the first violation of batch invariance among some batches.
 fn complaint(decode: Decode, mask: Mask, longest: usize, batches: u64) -> Option<String> {
     let mut invariance = Invariance::new(problem(mask), 2, longest).unwrap();
     let mut count = 0;
@@ -75,7 +75,7 @@ fn bits_do_not_depend_on_the_batch() {
     }
 }
 
-/// What the mode is for: without it they do.
+/// Without splits of a fixed size bits depend on the batch, which shows that the check can fail.
 #[test]
 fn without_fixed_splits_bits_do_depend_on_the_batch() {
     let complaint = complaint(small(), Mask::CAUSAL, 140, 24);

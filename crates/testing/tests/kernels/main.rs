@@ -1,5 +1,5 @@
-//! The kernels of `crates/kernels`, simulated: values against a reference,
-//! every policy, many seeds, no alarm.
+//! The kernels of `crates/kernels` in the simulator: right values under every scheduling policy and
+//! many seeds, without a hazard.
 
 mod append;
 mod attention;
@@ -27,13 +27,14 @@ use kernels::{Configuration, shipped};
 use ptx::Target;
 use sim::{Mode, Options, Policy};
 
-/// Runs a scene under every hostile policy and some seeds; each run must end
-/// well and give the right values.
+/// Runs a scene under every hostile policy and some seeds; each run must end without a hazard and
+/// give the right values.
 pub(crate) fn every_schedule(scene: &Scene, mode: Mode, seeds: u64) {
     some_schedules(scene, mode, &schedules(&Policy::HOSTILE, 0..seeds));
 }
 
-/// The same, under these schedules.
+/// Runs a scene under the given schedules; each run must end without a hazard and give the right
+/// values.
 pub(crate) fn some_schedules(scene: &Scene, mode: Mode, schedules: &[(Policy, u64)]) {
     let options = Options { mode, ..Options::default() };
     let outcomes = scene.sweep(schedules, &options, || ());
@@ -59,7 +60,7 @@ pub(crate) fn can_be_launched_again(scene: &Scene) {
     }
 }
 
-/// What is shipped and not a matrix product is right on its small scene.
+/// Every shipped kernel other than matrix products is right on its small scene.
 #[test]
 fn every_shipped_kernel_has_a_scene() {
     let mut seen = HashSet::new();
@@ -69,7 +70,7 @@ fn every_shipped_kernel_has_a_scene() {
         }
         let scene = Scene::small(&kernel).unwrap_or_else(|it| panic!("{}: {it}", kernel.name()));
         assert_eq!(scene.program.name, kernel.name());
-        // Many are the same for both targets, to the letter but for the target's name.
+        // Many kernels differ between targets only in the name of the target.
         let text = ptx::print(&scene.program);
         let (_, text) = text.split_once(".address_size").expect("it follows the target");
         if seen.insert(text.to_owned()) {

@@ -1,4 +1,4 @@
-//! Attention with `mma.sync`.
+//! The forward kernel with `mma.sync` in the simulator.
 
 use flashcore::Mask;
 use flashcore_testing::check::Order;
@@ -11,7 +11,7 @@ use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::every_schedule;
 
-/// Sequences, queries and keys, query and key heads.
+/// A problem's size: the number of sequences, `[queries, keys]`, `[query heads, key heads]`.
 type Size = (usize, [usize; 2], [usize; 2]);
 
 fn scene(mma: Mma, (batch, lengths, heads): Size) -> Scene {
@@ -29,7 +29,7 @@ fn mma_is_attention() {
         (causal, (1, [37, 133], [3, 1])),
         // Two groups of three heads, the longest tiles of each first.
         (causal, (2, [150, 133], [3, 1])),
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         (causal, (1, [150, 40], [1, 1])),
         (small(), (1, [70, 101], [2, 1])),
         (Mma { ahead: 2, ..causal }, (1, [150, 133], [2, 2])),
@@ -41,10 +41,10 @@ fn mma_is_attention() {
         ),
         (Mma { head_dim: 8, value_head_dim: 136, ..small() }, (1, [33, 33], [1, 1])),
         (Mma { head_dim: 200, value_head_dim: 8, row_tiles: 1, ..causal }, (1, [33, 50], [1, 1])),
-        // Products added up in f16.
+        // Products accumulated in f16.
         (half, (1, [70, 101], [2, 1])),
         (Mma { rules: Rules::CAUSAL, ..half }, (1, [37, 133], [2, 1])),
-        // Keys split among blocks of threads, of which some see nothing.
+        // Keys split among thread blocks, some of which see no key.
         (Mma { split: true, ..small() }, (1, [40, 200], [2, 1])),
         (Mma { split: true, ..causal }, (1, [150, 230], [2, 1])),
         // No keys at all.
@@ -62,7 +62,8 @@ fn every(rules: Rules) -> Rules {
     Rules { softcap: true, alibi: true, sinks: true, ..rules }
 }
 
-/// Windows, chunks and what changes scores, at lengths around the edges of tiles and blocks.
+/// Windows, chunks and rules that change scores, at lengths around the edges of tiles and key
+/// blocks.
 #[test]
 fn mma_follows_rules() {
     let with = |rules| Mma { rules, ..small() };
@@ -73,7 +74,7 @@ fn mma_follows_rules() {
         (with(Rules::LOCAL), (1, [64, 320], [1, 1])),
         (narrow(Rules::LOCAL), (1, [1, 97], [1, 1])),
         (with(Rules::LOCAL), (1, [65, 31], [1, 1])),
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         (with(Rules::LOCAL), (1, [150, 40], [1, 1])),
         (narrow(Rules { sinks: true, ..Rules::LOCAL }), (1, [200, 65], [2, 2])),
         (with(CHUNKED), (1, [129, 161], [2, 1])),
@@ -84,7 +85,7 @@ fn mma_follows_rules() {
         (with(Rules { softcap: true, ..Rules::DENSE }), (1, [65, 97], [2, 1])),
         (with(Rules { alibi: true, ..Rules::CAUSAL }), (1, [130, 97], [2, 1])),
         (narrow(Rules { sinks: true, ..Rules::CAUSAL }), (1, [150, 40], [2, 1])),
-        // A sink counts once, however many parts there are.
+        // A sink counts once, however many splits there are.
         (Mma { split: true, ..with(every(Rules::CAUSAL)) }, (1, [70, 230], [2, 1])),
         (with(every(Rules::LOCAL)), (2, [70, 97], [2, 1])),
         (
@@ -106,7 +107,7 @@ fn mma_follows_rules() {
 }
 
 /// Sequences of lengths around the edges of tiles, packed, in batch entries, and in shuffled pages
-/// whose other rows are not numbers.
+/// whose unused rows are NaN.
 #[test]
 fn mma_serves_ragged_batches() {
     let ragged = |rules| Mma { rules, batch: Batch::Ragged, ..small() };
@@ -120,7 +121,7 @@ fn mma_serves_ragged_batches() {
         keys: vec![31, 32, 33, 64, 65, 128],
         ..size.clone()
     };
-    // Queries before the first key, which see nothing.
+    // Queries before the first key, which see no key.
     let early = Ragged { queries: vec![66, 66, 0, 3], keys: vec![2, 40, 33, 1], ..size.clone() };
     let packed = Ragged { query_place: Place::Packed, ..edges.over(Place::Packed) };
     let behind = Ragged { padding: vec![3, 0, 2, 1], ..size.clone() };
@@ -181,8 +182,8 @@ fn mma_under_many_schedules() {
     }
 }
 
-/// As shipped for a target with little shared memory and for one with much, right under every
-/// schedule and without a bank conflict: `ldmatrix`, copies, and the way out.
+/// Configurations as shipped for a target with little shared memory and for one with much are right
+/// under every schedule and have no bank conflicts: in `ldmatrix`, in copies, and in the epilogue.
 #[test]
 fn shipped_configurations_are_attention_without_bank_conflicts() {
     let budget = Budget::default().at_most(Measure::BankConflicts, 0);
@@ -207,8 +208,7 @@ fn shipped_configurations_are_attention_without_bank_conflicts() {
     }
 }
 
-/// Every width of queries and keys, and of values, on a target with little
-/// shared memory.
+/// Every head dim of queries and keys, and of values, on a target with little shared memory.
 #[test]
 fn every_head_dimension_is_attention() {
     for dim in (8..=256).step_by(8) {

@@ -7,7 +7,7 @@ use kernels::product::Source;
 use ptx::{Fence, Instruction};
 use sim::{HazardKind, Options, Policy, mutate};
 
-/// What may be found when a statement is missing, by any schedule.
+/// Returns the hazards that may be reported when a statement is missing, under any schedule.
 fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
     use HazardKind as H;
     match (&site.instruction, cluster) {
@@ -17,7 +17,7 @@ fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
         (Instruction::WgmmaCommit | Instruction::WgmmaWait { .. }, _) => {
             &[H::OverwrittenInFlight, H::AccumulatorInFlight, H::OperandInFlight, H::NeverWaited]
         }
-        // Threads that have read are not waited for before the stage is filled.
+        // The stage is filled without waiting for the threads that read it.
         (Instruction::BarrierSync { threads: Some(_), .. }, _) => {
             &[H::OverwrittenInFlight, H::MissingProxyFence]
         }
@@ -53,8 +53,8 @@ fn no_site_can_be_left_out() {
         let configuration = Product { columns: 16, stages: 2, source, cluster, ..Product::PLAIN };
         let scene = Scene::product(configuration, 128, 384).unwrap();
         for site in mutate::sites(&scene.program) {
-            // A product is over for all four warps or for none, so with both
-            // operands in shared memory nobody needs the warpgroup to meet.
+            // In the model a product ends for all four warps at once, so that with both operands in
+            // shared memory the warpgroup's barrier is not needed.
             let meets =
                 matches!(site.instruction, Instruction::BarrierSync { threads: Some(_), .. });
             if meets && source == Source::Shared {

@@ -1,4 +1,5 @@
-//! Prefill: ragged batches through the forward kernel's loops, and their order.
+//! The prefill kernel in the simulator, which runs ragged batches through the forward kernel's
+//! loops, and the sequencer that orders their tiles.
 
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
@@ -12,7 +13,7 @@ use sim::{Memory, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule};
 
-/// A small configuration that has every part.
+/// Returns a small configuration that has every part.
 fn small() -> Prefill {
     Prefill {
         tile: Forward {
@@ -43,7 +44,8 @@ fn ruled(rules: Rules) -> Prefill {
     with(Forward { rules, ..small().tile })
 }
 
-/// Two tiles of queries, one and none, over keys with rows of nobody between them.
+/// Returns sequences of two query tiles, of one and of none, over keys with unused rows between
+/// them.
 fn ragged() -> Ragged {
     Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart)
 }
@@ -52,7 +54,7 @@ fn call(prefill: Prefill, ragged: Ragged) -> Call {
     Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1])
 }
 
-/// The same with blocks that find their tile by themselves.
+/// Changes a call to thread blocks that find their single tile by themselves.
 fn single(call: Call) -> Call {
     let Configuration::Prefill(prefill) = call.kernel else { panic!("{:?}", call.kernel) };
     Call { kernel: Configuration::Prefill(Prefill { single_tile: true, ..prefill }), ..call }
@@ -65,7 +67,7 @@ fn prefill_is_attention() {
     let window = |call: Call| call.with(|it| it.with_mask(local));
     let chunks = |call: Call| call.with(|it| it.with_mask(local.with_chunk(50)));
     let longer = Ragged { keys: vec![130, 70, 0, 9], ..ragged() };
-    // Queries before the first key, which see nothing.
+    // Queries before the first key, which see no key.
     let early = Ragged { queries: vec![66, 66, 0, 3], keys: vec![2, 40, 33, 1], ..ragged() };
     let grouped = |call: Call| {
         let heads = |mut problem: Problem| {
@@ -97,7 +99,7 @@ fn prefill_is_attention() {
         plain(&Ragged { query_place: Place::Apart, ..packed.over(Place::Packed) }),
         // A batch of equal lengths.
         Call::new(Configuration::Prefill(small()), 2, [70, 90], [2, 1]),
-        // Without a mask, also where some have no keys.
+        // Without a mask, also where some sequences have no keys.
         call(ruled(Rules::DENSE), ragged()),
         call(ruled(Rules::DENSE), early.clone()),
         call(with(Forward { form: Form::COMPACT, ..ruled(Rules::DENSE).tile }), longer.clone())
@@ -133,7 +135,8 @@ fn prefill_is_attention() {
     }
 }
 
-/// A warp looks at 32 sequences at a time: tiles among the first, the last of them, and later ones.
+/// A warp examines 32 sequences at a time: tiles in the first of them, in the last, and in later
+/// ones.
 #[test]
 fn tiles_are_found_among_many_sequences() {
     let queries = (0..70).map(|it| [0, 0, 0, 66, 0, 1, 0][it % 7]).collect();
@@ -163,7 +166,7 @@ fn prefill_under_many_schedules() {
     }
 }
 
-/// The schedule is as it was found, so that other layers can use it.
+/// A launch leaves the schedule as it found it, so that other layers can use it.
 #[test]
 fn a_second_launch_finds_the_schedule_in_order() {
     can_be_launched_again(&Scene::small(&Configuration::Prefill(small())).unwrap());

@@ -8,7 +8,7 @@ use sim::{Mode, Policy};
 
 use crate::{every_schedule, some_schedules};
 
-/// Every combination of how operands lie and where they come from.
+/// Returns every combination of operand layouts and sources.
 fn layouts() -> Vec<Product> {
     let mut all = Vec::new();
     for swizzle in Swizzle::ALL {

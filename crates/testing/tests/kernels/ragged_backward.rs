@@ -1,4 +1,5 @@
-//! The gradients of attention on Hopper over ragged batches, and the order of their tiles.
+//! The backward kernel for Hopper over ragged batches in the simulator, and the sequencer that
+//! orders its tiles.
 
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
 use kernels::backward::tuned_backward;
@@ -29,7 +30,7 @@ pub(crate) fn is_right(call: &Call) {
     assert!(accuracy.passed(), "{}, {}: {accuracy}", call.kernel.name(), scene.size);
 }
 
-/// Lengths around the edges of tiles and none at all, queries longer and shorter than keys.
+/// Lengths around the edges of tiles, empty sequences, more queries than keys and fewer.
 #[test]
 fn gradients_are_right() {
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
@@ -49,7 +50,7 @@ fn gradients_are_right() {
     }
 }
 
-/// Rows that are of nobody lie between sequences, and stay as they are.
+/// Rows of no sequence lie between sequences and stay as they are.
 #[test]
 fn sequences_lie_anywhere() {
     let (queries, keys) = (vec![65, 0, 129, 3], vec![128, 7, 60, 130]);
@@ -68,7 +69,7 @@ fn sequences_lie_anywhere() {
     }
 }
 
-/// More sequences than a warp looks at in one step, and than in two.
+/// More sequences than a warp examines in one step, and in two.
 #[test]
 fn many_short_sequences() {
     let backward = tuned(64, 64, Rules { sinks: true, ..Rules::CAUSAL });
@@ -96,7 +97,7 @@ fn gradients_under_many_schedules() {
     }
 }
 
-/// Records of a batch that had more tiles are nobody's.
+/// The records that an earlier batch with more tiles left in the schedule are ignored.
 #[test]
 fn what_a_longer_batch_left_behind_is_not_read() {
     let kernel = Configuration::Backward(tuned(64, 64, Rules::DENSE));
@@ -113,7 +114,7 @@ fn what_a_longer_batch_left_behind_is_not_read() {
     assert!(accuracy.passed(), "{accuracy}");
 }
 
-/// The bits of dQ do not depend on who comes first, either.
+/// In the deterministic mode the bits of dQ do not depend on the order of thread blocks.
 #[test]
 fn gradients_in_one_order() {
     let ordered = |backward| Backward { deterministic: true, ..backward };
@@ -145,8 +146,8 @@ fn shared_memory_has_no_bank_conflicts() {
     }
 }
 
-/// Two sequences with two heads have five rows beyond a block of them here. The rounding reads those, with the
-/// rest of eight.
+/// Each of two sequences with two heads has five rows more than a query block here. The rounding
+/// kernel reads these rows, padded to eight, and none of the rest of the block.
 #[test]
 fn sums_of_rows_that_nobody_has_are_not_read() {
     for dim in [64, 128] {
@@ -157,13 +158,13 @@ fn sums_of_rows_that_nobody_has_are_not_read() {
         let rows = 2 * (rounding.sums.query_block + 8);
         let sums = u64::from(2 * rows * dim * 4);
         let read = report.counts.get(Measure::GlobalBytesRead);
-        // Every thread looks its sequence up.
+        // Every thread also reads where its sequence lies.
         let looked_up = u64::from(scene.grid * scene.program.threads) * 20;
         assert!((sums..sums + looked_up).contains(&read), "{read} bytes for {sums}, {dim}");
     }
 }
 
-/// Sequences go from many queries to few, and the tiles of each stay together.
+/// Sequences are ordered from many queries to few, and the tiles of each stay together.
 #[test]
 fn tiles_of_keys_are_put_in_order() {
     let sequencer = Sequencer { target: Target::SM_90A, tiles: Tiles::Keys };

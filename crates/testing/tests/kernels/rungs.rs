@@ -1,4 +1,4 @@
-//! The other first kernels: scalar attention, one wgmma, the ceiling loop.
+//! Scalar attention, a single `wgmma` and the ceiling loop in the simulator.
 
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Scene};
@@ -70,7 +70,7 @@ fn scalar_attention() {
         let scalar = Scalar { target, element, head_dim, value_head_dim, rules };
         let scalar = Configuration::Scalar(scalar);
         every_schedule(&Scene::small(&scalar).unwrap(), Mode::Checked, 8);
-        // More queries than keys: rows that see nothing.
+        // More queries than keys, so that some rows see no key.
         let early = Call::new(scalar, 2, [9, 4], [1, 1]);
         every_schedule(&early.scene().unwrap(), Mode::Checked, 2);
         // Heads first, and with gaps.

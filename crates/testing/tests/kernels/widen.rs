@@ -1,4 +1,4 @@
-//! Attention of many queries over 8-bit caches, which are widened to 16 bits before.
+//! Attention of many queries over 8-bit caches, which a kernel widens to 16 bits first.
 
 use flashcore::Mask;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
@@ -39,8 +39,7 @@ fn widened_caches_are_attended() {
     }
 }
 
-/// Equal lengths, packed sequences, batch entries and left padding: wherever keys were, they are
-/// found.
+/// Equal lengths, packed sequences, batch entries and left padding.
 #[test]
 fn every_storage_is_widened() {
     let workload = Workload {
@@ -66,7 +65,7 @@ fn every_storage_is_widened() {
             .with(|it| it.with_mask(Mask::CAUSAL))
     };
     let (queries, keys) = (vec![7, 3, 0, 2], vec![90, 64, 3, 1]);
-    // On Hopper by tensor maps over what was widened.
+    // On Hopper, TMA loads from the widened cache.
     let tile = every_prefill()[0].tile;
     let prefill = Configuration::Prefill(Prefill { tile, page_rows: None, single_tile: false });
     let paged = Ragged::new(queries.clone(), keys.clone()).over(Place::Paged(16));

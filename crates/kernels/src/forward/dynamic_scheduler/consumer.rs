@@ -1,4 +1,5 @@
-//! The consumers' side: tiles as they were posted.
+//! The consumers' side of the dynamic scheduler: reads tiles from the slots in which the producer
+//! posted them, and gives the slots back when the tiles are done.
 
 use ptx::{Builder, Consumer, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
@@ -9,27 +10,29 @@ use crate::forward::prefill::slice_corner;
 use crate::forward::scheduler::{ConsumerScheduler, Place, TileScheduler};
 use crate::forward::walk::{TileBlocks, Walks, WholeWalk};
 
-/// The consumers' side.
+/// The consumers' side of the dynamic scheduler.
 pub(in crate::forward) struct DynamicConsumer<'a> {
     slots: &'a WorkSlots,
     batch: &'a Batch,
     reads: Consumer,
-    /// True in the lane that gives slots back for its warp.
+    /// True in lane 0, which gives slots back for its warp.
     leader: Reg<Pred>,
     walks: Option<Walks>,
 }
 
-/// A tile as it was posted.
+/// The registers of a tile that was read from its slot.
 pub(in crate::forward) struct WorkTile {
+    /// The end (exclusive) of the tile's key blocks; 0 if there are no more tiles.
     blocks: Reg<U32>,
     current: Current,
 }
 
-/// What is left of a tile when its warpgroup has already begun the next.
+/// The registers of the tile being computed, which outlive the read of the next tile.
 pub(in crate::forward) struct Current {
     slot: Reg<U32>,
+    /// Key blocks from this one on need masking.
     masked_from: Reg<U32>,
-    /// With a window, the first key block and the first that all rows see whole.
+    /// With a window, the first key block, and the block before which masking is needed.
     window: Option<[Reg<U32>; 2]>,
 }
 

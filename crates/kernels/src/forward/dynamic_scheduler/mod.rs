@@ -1,19 +1,19 @@
-//! The dynamic tile scheduler, for ragged batches: tiles are claimed by the producer and handed to
-//! the consumers.
+//! The dynamic tile scheduler of the persistent kernel for ragged batches: the producer claims
+//! tiles and hands them to the consumers.
 //!
-//! The [`Sequencer`](crate::Sequencer) leaves a list of records, a row tile of a
-//! sequence each, from much work to little. The producer of each block claims the
-//! next tile of the list when it needs one, so that blocks end together whatever
-//! tiles cost and whatever else runs on the GPU. It works out what the tile
-//! needs and writes that to a slot in shared memory, where the consumers find
-//! it. Which block takes a tile has no influence on its result.
+//! The [`Sequencer`](crate::Sequencer) writes a list of records to global memory, one for each tile
+//! of query rows of a sequence, sorted from the most work to the least. The producer of each thread
+//! block claims the next tile of the list with an atomic when it needs one, so that all thread
+//! blocks end at about the same time, whatever the tiles cost and whatever else runs on the GPU. It
+//! computes the tile's key blocks and positions and posts them in a slot in shared memory, from
+//! which the consumers read them. Which thread block takes a tile does not change its result.
 //!
-//! Heads go in rounds of some at a time, so that the keys and values of a round
-//! stay in the second-level cache. The last round has more of them: enough short
-//! tiles to come after its long ones.
+//! Every record stands for a tile of each query head. Heads are processed in rounds of a few heads,
+//! so that the keys and values of a round stay in L2. The last round has more heads, and so enough
+//! short tiles to follow its long ones.
 //!
-//! Where all tiles run at once there is no list: each block has one tile, which it
-//! finds by itself (`single_tile`).
+//! Where all tiles run at once there is no list: each thread block has one tile, which it finds by
+//! itself (`single_tile`).
 
 mod consumer;
 mod producer;
@@ -31,7 +31,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor, Workspace};
 use crate::sequencer::{Batch as Sequences, RECORD_BYTES};
 
-/// The two sides of a block of threads, over what they share.
+/// The scheduler of a thread block: what its producer's and its consumers' sides share.
 #[derive(Clone, Copy)]
 pub(super) struct DynamicScheduler<'a> {
     pub(super) prefill: &'a Prefill,
@@ -40,31 +40,39 @@ pub(super) struct DynamicScheduler<'a> {
 }
 
 impl<'a> DynamicScheduler<'a> {
-    /// The side that claims tiles and posts them.
+    /// Returns the producer's side, which claims tiles and posts them.
     pub(super) fn producer(&self, k: &mut Builder) -> DynamicProducer<'a> {
         DynamicProducer::new(k, self)
     }
 
-    /// The side that finds them.
+    /// Returns the consumers' side, which reads the posted tiles.
     pub(super) fn consumer(&self, k: &mut Builder) -> DynamicConsumer<'a> {
         DynamicConsumer::new(k, self)
     }
 }
 
-/// Tiles that may be posted before the first of them is done: the one in work,
-/// the one begun, and one ahead, with one to spare.
+/// The number of slots, that is of tiles posted but not yet done: the one being computed, the next
+/// one, whose first scores may have been started, one ahead of these, and one to spare.
 const SLOTS: u32 = 4;
-/// Words of a slot: key blocks up to the last, the first of them, where masks
-/// begin on the right and end on the left; first row, lengths and head; the end
-/// of the outputs, the start of the log-sum-exps, slope and sink; factors of
-/// scores and outputs, and the sequence.
+/// The bytes of a slot, 16 words in four quarters:
+///
+/// - words 0 to 3: the end (exclusive) of the tile's key blocks, 0 if there are no more tiles; the
+///   first key block; the block from which masking is needed on the right; the block before which
+///   it is needed on the left;
+/// - words 4 to 7: the first query row, the query length, the key length and the query head;
+/// - words 8 to 11: the end of the sequence's output rows, the start of its LSEs, the ALiBi slope
+///   and the sink;
+/// - words 12 to 14: the descale factors of scores and outputs, and the sequence.
 const SLOT_BYTES: u32 = 64;
 
-/// Slots in shared memory through which tiles go from the producer to the consumers, and before them
-/// the record of the next tile and its head: there it comes without anybody waiting, and takes no
-/// registers, of which producers of three consumer warpgroups have 32.
+/// The slots in shared memory through which the producer hands tiles to the consumers, and a buffer
+/// for the record of the producer's next tile and its head. The record is copied there
+/// asynchronously: the producer does not wait for it and needs no registers for it, of which the
+/// producers of three consumer warpgroups have 32.
 pub(super) struct WorkSlots {
+    /// Shared-memory offset of the first slot.
     offset: u32,
+    /// Shared-memory offset of the record; the tile's head follows it.
     record: u32,
     pub(super) pipeline: Pipeline,
 }
@@ -81,14 +89,17 @@ impl WorkSlots {
         k.eval(base + slot * SLOT_BYTES)
     }
 
+    /// Loads one quarter of a slot.
     fn read(&self, k: &mut Builder, slot: Reg<U32>, quarter: u32) -> [Reg<U32>; 4] {
         let slot = self.slot(k, slot);
         k.load_vector(slot + 16 * quarter, Default::default())
     }
 
-    /// Writes the first quarter of a slot: key blocks up to the last and where masks begin, and with
-    /// a window the first block and where masks end on the left. Else nobody reads those, and four
-    /// registers in a row are more than the producer of three consumer warpgroups has.
+    /// Writes the first quarter of a slot: the end of the key blocks and the block from which
+    /// masking is needed, and with a window also the first block and the block before which masking
+    /// is needed. Without a window the latter two are never read and not written: a vector store
+    /// takes four consecutive registers, more than the producer of three consumer warpgroups has
+    /// free.
     fn write_blocks(
         k: &mut Builder,
         slot: Reg<SharedAddress>,
@@ -107,13 +118,13 @@ impl WorkSlots {
         }
     }
 
-    /// Half of the record of the tile that was looked up last.
+    /// Loads one half of the record of the tile that was looked up last.
     fn record(&self, k: &mut Builder, half: u32) -> [Reg<U32>; 4] {
         let record = k.shared_address(self.record);
         k.load_vector(record + 16 * half, Default::default())
     }
 
-    /// Sets that record, with the tile's head.
+    /// Stores the record of a tile and the tile's head where a lookup in the list would put them.
     pub(super) fn set_record(&self, k: &mut Builder, halves: [[Reg<U32>; 4]; 2], head: Reg<U32>) {
         let record = k.shared_address(self.record);
         for (half, byte) in halves.iter().zip([0, 16]) {
@@ -122,20 +133,20 @@ impl WorkSlots {
         k.store(record + RECORD_BYTES, head);
     }
 
-    /// Its head.
+    /// Loads the head of the tile that was looked up last.
     fn record_head(&self, k: &mut Builder) -> Reg<U32> {
         let record = k.shared_address(self.record);
         k.load(record + RECORD_BYTES)
     }
 
-    /// One word as a float.
+    /// Loads one word of a slot as a float.
     fn read_float(&self, k: &mut Builder, slot: Reg<U32>, word: u32) -> Reg<F32> {
         let slot = self.slot(k, slot);
         k.load(slot + 4 * word)
     }
 }
 
-/// What a launch says of its batch.
+/// The launch parameters that describe the batch.
 pub(super) struct Batch {
     pub(super) tiles: Tiles,
     pub(super) heads: Reg<U32>,
@@ -149,32 +160,36 @@ pub(super) struct Batch {
     pages: Option<Pages>,
 }
 
-/// Where tiles come from.
+/// The source of a thread block's tiles.
 pub(super) enum Tiles {
-    /// From a list, for blocks to claim.
+    /// A list from which thread blocks claim tiles.
     Listed(TileList),
-    /// From these sequences: each block has one, which it finds when it counts the tiles of a head.
+    /// The sequences themselves: each thread block has one tile, which it finds by counting the
+    /// tiles of the sequences. `tiles` receives the number of tiles per head.
     Single { sequences: Sequences, tiles: Reg<U32> },
 }
 
-/// The list of tiles, and how heads go through it.
+/// The list of tiles, and the rounds in which heads go through it.
 #[derive(Clone, Copy)]
 pub(super) struct TileList {
     schedule: Reg<GlobalAddress>,
-    /// Heads of a round, and the first of the last one, which has more.
+    /// Heads per round, except in the last round, which has more.
     together: Reg<U32>,
+    /// The first head of the last round.
     last: Reg<U32>,
 }
 
 struct Pages {
     table: Reg<GlobalAddress>,
-    /// Pages of a sequence, and in all.
+    /// Columns of the block table: the most pages of a sequence.
     columns: Reg<U32>,
+    /// Number of pages of the cache.
     count: Reg<U32>,
+    /// Rows per page.
     size: DivisorRegisters,
-    /// From a page to the next in the tensor.
+    /// Rows of the tensor from one page to the next.
     stride: Reg<U32>,
-    /// Rows of one copy.
+    /// Rows of one TMA copy.
     rows: u32,
 }
 
@@ -215,7 +230,7 @@ impl Batch {
     }
 }
 
-/// The first key block of a tile: the first of all where no window hides any.
+/// Returns the first key block of a tile: block 0 without a window, where `first_block` is `None`.
 fn first_or_none(first_block: Option<Reg<U32>>) -> Value<U32> {
     first_block.map_or_else(|| 0.into(), Into::into)
 }

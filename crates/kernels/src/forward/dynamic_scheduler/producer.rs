@@ -1,4 +1,8 @@
-//! The producer's side: tiles are claimed, looked up, worked out and posted.
+//! The producer's side of the dynamic scheduler: claims tiles, looks up their records, computes
+//! which key blocks they need, and posts them to the consumers.
+//!
+//! A claim and the lookup that follows it take long, so both are issued a few key blocks before the
+//! end of the current tile (`look_ahead`) and completed when the next tile is posted (`post`).
 
 use ptx::{
     Builder, Choose, Expression, Pred, Producer, Reg, S32, Scope, SharedAddress, U32, U64, Value,
@@ -13,45 +17,50 @@ use crate::forward::producer::Loader;
 use crate::forward::scheduler::{ProducerScheduler, TileScheduler};
 use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE};
 
-/// The next tile is claimed so many key blocks before the last, and its record asked for so many:
-/// time enough for the one and the other to come, so that nobody waits for them while stages are
-/// empty. Whoever claims earlier may have a long tile before it, while others have none: claims a
-/// whole tile ahead cost 12 to 18 % by counting where blocks have eight tiles each.
+/// The next tile is claimed this many key blocks before the last one to be loaded of the current
+/// tile: early enough that the producer does not wait for the atomic while stages are empty.
+/// Earlier claims balance worse, since a thread block that has claimed a tile may still have a long
+/// one to do while others have none left: claims a whole tile ahead cost 12 to 18 % by counting
+/// where thread blocks have eight tiles each.
 const CLAIMED_AT: u32 = 3;
+/// The record of the next tile is requested this many key blocks before the last one of the current
+/// tile.
 const LOOKED_UP_AT: u32 = 1;
 
-/// The producer's side.
+/// The producer's side of the dynamic scheduler.
 pub(in crate::forward) struct DynamicProducer<'a> {
     query_rows: u32,
     key_block: u32,
     slots: &'a WorkSlots,
     batch: &'a Batch,
     posted: Producer,
-    /// Tiles of a head.
+    /// Number of tiles per head.
     records: Reg<U32>,
+    /// `None` where each thread block has a single tile.
     claims: Option<Claims>,
 }
 
-/// What tiles of a list are claimed with.
+/// What the producer needs to claim tiles of a list.
 #[derive(Clone, Copy)]
 struct Claims {
     list: TileList,
-    /// Blocks of the grid.
+    /// Number of thread blocks of the grid.
     blocks: Reg<U32>,
 }
 
-/// A tile that was claimed.
+/// The registers of the producer's current tile.
 pub(in crate::forward) struct Claimed {
-    /// Its number, which a few key blocks before its end becomes that of the next one.
+    /// The tile's number among all tiles of all heads. A few key blocks before the tile's end,
+    /// `look_ahead` overwrites it with the number of the next tile.
     number: Reg<U32>,
-    /// The last key block and one.
+    /// The end (exclusive) of the tile's key blocks.
     blocks: Reg<U32>,
     rows: Rows,
 }
 
-/// Where a tile's keys and values are.
+/// Where a tile's keys and values lie.
 pub(in crate::forward) struct Rows {
-    /// The first key block, with a window.
+    /// The tile's first key block; only with a window.
     first_block: Option<Reg<U32>>,
     key_length: Reg<U32>,
     key_head: Reg<U32>,
@@ -59,9 +68,9 @@ pub(in crate::forward) struct Rows {
 }
 
 enum RowsPlace {
-    /// Where the sequence's keys end in their tensor.
+    /// Consecutive rows of the tensor that end before row `end`.
     Slice { end: Reg<U32> },
-    /// The sequence, which is its row of the block table.
+    /// Pages, listed in row `sequence` of the block table.
     Pages { sequence: Reg<U32> },
 }
 
@@ -87,16 +96,19 @@ impl<'a> DynamicProducer<'a> {
         }
     }
 
-    /// Whether there is a tile of a number.
+    /// Returns whether `number` is the number of a tile.
     fn is_tile(&self, number: Reg<U32>) -> Value<Pred> {
         number.less(self.records * self.batch.heads)
     }
 
-    /// Looks up the tile of a number in the list, if there is one. Nobody waits for it here.
+    /// Requests the record of tile `number` from the list, if there is such a tile, without waiting
+    /// for it.
     fn look_up(&self, k: &mut Builder, list: &TileList, number: Reg<U32>) {
         k.if_(self.is_tile(number), |k| self.ask_for_record(k, list, number));
     }
 
+    /// Starts the copy of a tile's record to shared memory and stores the tile's head behind it.
+    /// Tiles are numbered by round, within a round by record, and within a record by head.
     fn ask_for_record(&self, k: &mut Builder, list: &TileList, number: Reg<U32>) {
         let TileList { schedule, together, last } = *list;
         let heads = self.batch.heads;
@@ -119,7 +131,7 @@ impl<'a> DynamicProducer<'a> {
         k.store(room + RECORD_BYTES, head);
     }
 
-    /// Posts the tile that was looked up, or that there is none.
+    /// Posts the tile that was looked up, or a slot of zeros if there are no more tiles.
     fn locate(&self, k: &mut Builder, tile: &Claimed) {
         let slot = self.posted.acquire(k);
         let slot = self.slots.slot(k, slot);
@@ -136,6 +148,7 @@ impl<'a> DynamicProducer<'a> {
         self.posted.advance(k);
     }
 
+    /// Computes the registers of `tile` from its record and writes its slot.
     fn post(&self, k: &mut Builder, tile: &Claimed, slot: Reg<SharedAddress>) {
         let Batch { group, visibility, .. } = self.batch;
         if self.claims.is_some() {
@@ -161,7 +174,7 @@ impl<'a> DynamicProducer<'a> {
         let window =
             first.map(|first_block| [first_block, k.eval(before.unwrap_or_else(|| 0.into()))]);
         if window.is_none() {
-            // A sequence without keys has a block too, all of it hidden.
+            // A sequence without keys still gets one key block, all of it masked.
             k.set(tile.blocks, tile.blocks.maximum(1));
         }
         WorkSlots::write_blocks(k, slot, [tile.blocks, masked_from], window);
@@ -183,7 +196,7 @@ impl<'a> DynamicProducer<'a> {
                 k.store(slot + 4 * word, factor);
             }
         }
-        // Functions may ask for it.
+        // Mask and score functions may use the sequence's index.
         k.store(slot + 56, sequence);
     }
 }
@@ -293,7 +306,7 @@ impl ProducerScheduler for DynamicProducer<'_> {
         }
     }
 
-    /// From the record, which is there until the next one is asked for.
+    /// The position comes from the record, which stays valid until the next one is requested.
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, _: &Claimed) {
         let [_, first_row, query_start, query_length] = self.slots.record(k, 0);
         let head = self.slots.record_head(k);
@@ -302,14 +315,17 @@ impl ProducerScheduler for DynamicProducer<'_> {
         loader.load(k, &corner);
     }
 
-    /// The claim and the record come while the producer waits for stages.
+    /// Claims the next tile and requests its record; both latencies overlap the waits for free
+    /// stages.
     fn look_ahead(&self, k: &mut Builder, tile: &Claimed, block: Reg<U32>) {
         let Some(claims) = &self.claims else { return };
-        // Each comes once for each tile, however short, and in this order.
+        // A tile with fewer key blocks does both at its last block, so that each happens exactly
+        // once per tile, the claim first.
         let first = first_or_none(tile.rows.first_block);
         let comes = |blocks: u32| block.equals((first.clone() + blocks).minimum(tile.blocks - 1));
         k.if_(comes(CLAIMED_AT), |k| {
-            // How many were claimed before, beside the first of each block.
+            // The number of tiles claimed before, not counting the first tile of each thread block,
+            // which is not claimed.
             let counter = claims.list.schedule + CLAIMED_BYTE;
             let claimed = k.atomic_add::<U32, _>(counter, 1, Scope::Gpu);
             k.set(tile.number, claimed);
@@ -320,7 +336,7 @@ impl ProducerScheduler for DynamicProducer<'_> {
         });
     }
 
-    /// The last block sets the counters back for the next launch.
+    /// Counts this thread block as done; the last one resets the counters for the next launch.
     fn finish(&self, k: &mut Builder) {
         let Some(Claims { list: TileList { schedule, .. }, blocks }) = self.claims else { return };
         let done_at = k.eval(schedule + DONE_BYTE);
@@ -336,7 +352,8 @@ impl ProducerScheduler for DynamicProducer<'_> {
 }
 
 impl Pages {
-    /// Where a row of a sequence lies. Rows beyond the sequence come as zeros.
+    /// Returns the tensor-map coordinates of a row of a sequence, through the block table. Rows
+    /// beyond the end of the sequence are loaded as zeros.
     fn corner(
         &self,
         k: &mut Builder,

@@ -1,4 +1,4 @@
-//! The tensors of a call, with NaN wherever nobody may look.
+//! The random tensors of a call, with NaN wherever kernels must not read.
 
 use flashcore::function::HostTensor;
 use flashcore::random::uniform;
@@ -12,12 +12,14 @@ use super::{Call, Weights, refused};
 use crate::scene::SceneError;
 use crate::scene::backward::Backward;
 
-/// The seeds of queries, of keys and of values.
+/// The seed of queries.
 pub(super) const QUERIES: u64 = 1;
+/// The seed of keys.
 pub(super) const KEYS: u64 = 2;
+/// The seed of values.
 pub(super) const VALUES: u64 = 3;
 
-/// What a call is over.
+/// The inputs of a call.
 pub(in crate::scene) struct Given {
     pub(super) problem: Problem,
     pub(super) sequences: Option<Sequences>,
@@ -27,7 +29,7 @@ pub(in crate::scene) struct Given {
 }
 
 impl Given {
-    /// The problem that the tensors pose, and the inputs.
+    /// Returns the problem with the storage of the tensors, and the inputs.
     pub(super) fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
         let inputs = self.tensors.inputs().with_captured(&self.captured);
         match &self.sequences {
@@ -38,7 +40,7 @@ impl Given {
 }
 
 impl Call {
-    /// The tensors, with what is of no sequence NaN.
+    /// Makes the tensors; rows of no sequence are NaN.
     pub(in crate::scene) fn given(&self) -> Result<Given, SceneError> {
         let shapes = [self.problem.query_shape(), self.problem.key_shape()];
         if shapes.iter().any(|it| it.elements().is_none_or(|elements| elements > 1 << 28)) {
@@ -70,7 +72,7 @@ impl Call {
                 if let Some(wave) = self.weights.wave(seed, at[1], at[3], shape.dim) {
                     return wave;
                 }
-                // Up to 2: scores far enough apart that the maximum moves.
+                // Magnitudes up to 2 spread the scores enough that row maxima move.
                 let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
                 let weight = outlier * weights[at[0] * shape.length + at[1]];
                 mean + 2.0 * weight * uniform(seed, index(at))
@@ -96,7 +98,7 @@ impl Call {
         let factors = random_descales(problem.descale_shapes_over(key), 7)?;
         let descales = problem.descales.zip(factors).try_map(|(descale, factors)| {
             let Some(factors) = factors else { return Ok::<_, flashcore::Error>(None) };
-            // Factors of what is of no sequence are NaN too.
+            // Descale factors of tokens of no sequence are NaN too.
             let factors = match keys.filter(|_| descale == Descale::PerToken) {
                 Some(placement) => of_sequences(&factors, placement)?,
                 None => factors,
@@ -133,7 +135,7 @@ impl Call {
     }
 }
 
-/// A tensor with every row NaN that is of no sequence.
+/// Returns a copy of a tensor in which every row of no sequence is NaN.
 pub(crate) fn of_sequences(
     tensor: &Tensor,
     placement: &Placement,
@@ -151,7 +153,7 @@ pub(crate) fn of_sequences(
     Ok(kept)
 }
 
-/// Makes the values of keys that no query sees NaN: the mask hides them, whatever they are.
+/// Sets the values of keys that no query sees to NaN, which must not show in any result.
 fn hide_unseen(values: &mut Tensor, sequences: &Sequences) {
     let (queries, keys) = (sequences.queries(), sequences.keys());
     let Shape { heads, dim, .. } = values.shape();

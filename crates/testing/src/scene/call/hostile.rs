@@ -1,9 +1,10 @@
-//! Lists that say what no caller should: lengths, starts and entries beyond all bounds.
+//! Hostile lists: lengths, starts, paddings and entries that are out of bounds, which kernels must
+//! clamp without a change of results.
 
 use flashcore::Problem;
 use kernels::parameter::List;
 
-/// Numbers at the bounds of a list become numbers beyond them.
+/// Replaces numbers at the bounds of a list by numbers beyond them.
 pub(super) fn exceed(list: List, words: &mut [u32], problem: &Problem, entries: usize) {
     let most = match list {
         List::KeyLengths => problem.key_length as u32,
@@ -16,8 +17,8 @@ pub(super) fn exceed(list: List, words: &mut [u32], problem: &Problem, entries: 
     out_of_bounds(words, most);
 }
 
-/// Lengths of sequences that fill their room become longer than any; so does that of a first one without
-/// room.
+/// Makes the lengths of sequences that fill their room (from one start to the next) far too long,
+/// and also that of a first sequence without room.
 pub(super) fn fill(list: List, words: &mut [u32], other: impl Fn(List) -> Option<Vec<u32>>) {
     let starts = match list {
         List::QueryLengths => other(List::QueryStarts),
@@ -32,7 +33,7 @@ pub(super) fn fill(list: List, words: &mut [u32], other: impl Fn(List) -> Option
     }
 }
 
-/// Where another list says that a sequence is empty, it begins after it ends.
+/// Makes each sequence that is empty by its list of lengths start after its end.
 pub(super) fn cross(words: &mut [u32], list: List, other: impl Fn(List) -> Option<Vec<u32>>) {
     let lengths = match list {
         List::QueryStarts => other(List::QueryLengths),
@@ -40,14 +41,14 @@ pub(super) fn cross(words: &mut [u32], list: List, other: impl Fn(List) -> Optio
         _ => None,
     };
     for (sequence, length) in lengths.unwrap_or_default().into_iter().enumerate() {
-        // The room of the one before it grows, and is not used.
+        // The room of the sequence before it grows by one row, which it does not use.
         if length == 0 && sequence > 0 && sequence + 2 < words.len() {
             words[sequence] += 1;
         }
     }
 }
 
-/// What is 0 becomes negative, what is `most` far more.
+/// Replaces 0 by a negative number, and `most` by a far larger one.
 pub(in crate::scene) fn out_of_bounds(words: &mut [u32], most: u32) {
     for word in words {
         if *word == most {

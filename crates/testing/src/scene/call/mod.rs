@@ -1,4 +1,7 @@
 //! Scenes of attention: a call as the library plans and binds it, over buffers of the simulator.
+//!
+//! A [`Call`] describes a kernel and a problem. Its tensors are made in `given`, its buffers and
+//! launches in `stage`, and what must come out is computed here by the reference.
 
 mod given;
 mod hostile;
@@ -47,43 +50,46 @@ pub use self::weights::Weights;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// The attention kernel; others that its plan needs come with it.
+    /// The attention kernel; the plan adds the other kernels that it needs.
     pub kernel: Configuration,
-    /// What is asked. Where sequences are ragged, their number and lengths are those of the batch.
+    /// The problem. With ragged sequences, its batch is their number and its lengths are the
+    /// longest ones.
     pub problem: Problem,
     /// Sequences of unequal lengths.
     pub ragged: Option<Ragged>,
-    /// How many multiprocessors work is shared out over: fewer than there are tiles, as a rule, so
-    /// that blocks go from one to the next.
+    /// The number of multiprocessors that the work is distributed over: usually fewer than there
+    /// are tiles, so that thread blocks process several.
     pub processors: u32,
-    /// Into how many parts keys are cut, by a kernel that cuts them.
+    /// The number of splits of the keys, for a kernel that splits them.
     pub splits: Option<u32>,
-    /// How queries, keys and values lie in memory.
+    /// The memory layout of queries, keys and values.
     pub order: Order,
-    /// How much keys weigh.
+    /// How much each key weighs in the scores.
     pub weights: Weights,
-    /// How large queries are: 1 as a rule, and scores are not touched by it.
+    /// The factor on all queries, usually 1. [`Call::with_outliers`] divides the softmax scale by
+    /// it, so that scores do not change.
     pub outlier: f32,
-    /// What is added to every value: with a mean, errors of sums do not cancel.
+    /// The mean that is added to every value, so that errors of sums do not cancel.
     pub value_mean: f32,
-    /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
-    /// they hold, kernels stay within what there is.
-    /// In a backward pass, outputs of rows without keys are not 0: nobody reads them.
+    /// Whether lists hold numbers out of bounds in place of the bounds themselves: kernels must
+    /// clamp them and stay within the tensors. In a backward pass, the saved outputs of rows
+    /// without keys are then not 0: kernels must not read them.
     pub hostile: bool,
-    /// Whether values of keys that no query sees are no numbers.
+    /// Whether the values of keys that no query sees are NaN.
     pub unseen: bool,
     /// The tensors that the kernel's functions load from.
     pub captured: Vec<HostTensor>,
-    /// Whether lists of key blocks and of tiles are made from what is in them.
+    /// Whether the host makes the lists of key blocks and of tiles from the contents of `captured`,
+    /// instead of kernels on the device.
     pub contents_known: bool,
 }
 
-/// What stands in results where nobody shall write: as a number of every element.
+/// The initial value of results that no kernel may write; every element type represents it exactly.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
 impl Call {
-    /// Sequences of equal lengths, `[queries, keys]`, with `[query heads, key heads]`, under rules
-    /// that the kernel is built for.
+    /// Creates a call over sequences of equal lengths, `[queries, keys]`, with `[query heads, key
+    /// heads]`, under the rules that the kernel is built for.
     pub fn new(
         kernel: Configuration,
         batch: usize,
@@ -92,7 +98,7 @@ impl Call {
     ) -> Self {
         let built = Kernel::of(&kernel);
         let splits = match kernel {
-            // Few blocks of keys for each, so that small problems have several.
+            // Two key blocks per split, so that small problems have several splits.
             Configuration::Mma(mma) if mma.split => {
                 Some((lengths[1] as u32).div_ceil(2 * mma.key_block).max(1))
             }
@@ -126,7 +132,7 @@ impl Call {
         }
     }
 
-    /// Sequences of unequal lengths.
+    /// Creates a call over sequences of unequal lengths.
     pub fn ragged(kernel: Configuration, ragged: Ragged, heads: [usize; 2]) -> Self {
         let lengths = [&ragged.queries, &ragged.keys].map(|it| it.iter().copied().max());
         let lengths = lengths.map(Option::unwrap_or_default);
@@ -134,7 +140,7 @@ impl Call {
         Call { ragged: Some(ragged), ..Call::new(kernel, batch, lengths, heads) }
     }
 
-    /// What was chosen for a problem of equal lengths on a chip.
+    /// Creates the call that the planner chose for a problem of equal lengths on a chip.
     pub fn chosen(chip: &Chip, problem: &Problem, choice: &Choice) -> Self {
         let kernel = *choice.kernel();
         let splits = match kernel {
@@ -145,13 +151,14 @@ impl Call {
         Call { problem, processors, splits, ..Call::new(kernel, 1, [1, 1], [1, 1]) }
     }
 
-    /// The same call of another problem than the kernel's usual one.
+    /// Changes the problem of the call.
     pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
         self.problem = change(self.problem);
         self
     }
 
-    /// The same call with queries so much larger, and scores as they were.
+    /// Multiplies the queries by `outlier` and divides the softmax scale by it, so that scores do
+    /// not change.
     pub fn with_outliers(mut self, outlier: f32) -> Self {
         self.outlier = outlier;
         self.with(|problem| {
@@ -160,12 +167,13 @@ impl Call {
         })
     }
 
-    /// The same call by so many multiprocessors.
+    /// Sets the number of multiprocessors.
     pub fn on(self, processors: u32) -> Self {
         Call { processors, ..self }
     }
 
-    /// Makes tensors and lists, plans, binds, and computes what must come out.
+    /// Makes the scene: its tensors and lists, its launches as planned and bound, and the expected
+    /// results.
     pub fn scene(&self) -> Result<Scene, SceneError> {
         let given = self.given()?;
         let staged = self.stage(&given)?;
@@ -177,7 +185,7 @@ impl Call {
         Ok(Scene { results, ..staged.scene(self.words())? })
     }
 
-    /// The same, with an eye on another launch of the plan than its main one.
+    /// Makes the scene with another launch of the plan as its main one, by its index in the plan.
     pub(super) fn scene_of(&self, launch: usize) -> Result<Scene, SceneError> {
         let scene = self.scene()?;
         let Scene { program, grid, arguments, mut before, after, .. } = scene.clone();
@@ -190,8 +198,8 @@ impl Call {
         Ok(Scene { program, grid, arguments, before, after, ..scene })
     }
 
-    /// The same over sequences and tensors of the caller's own, and where output and log-sum-exps
-    /// will be. Nothing is known of what must come out.
+    /// Makes the scene over the caller's sequences and tensors, without expected results; also
+    /// returns the buffers of the output and the log-sum-exps.
     pub fn over(
         &self,
         sequences: &Sequences,
@@ -209,12 +217,13 @@ impl Call {
         Ok((staged.scene(self.words())?, results))
     }
 
-    /// The same without what must come out, which takes long for a large problem.
+    /// Makes the scene without expected results, which take long to compute for a large problem.
     pub fn unjudged(&self) -> Result<Scene, SceneError> {
         self.stage(&self.given()?)?.scene(self.words())
     }
 
-    /// The rule of the library, row by row; where no row is, nothing may be written.
+    /// Computes the expected output and log-sum-exps of each row, with tolerances by the library's
+    /// accuracy rule. Elements of no row must keep [`UNTOUCHED`].
     fn expected(
         &self,
         Staged { problem, inputs, buffers, .. }: &Staged<'_>,
@@ -228,13 +237,13 @@ impl Call {
         if let Configuration::Mma(mma) = self.kernel
             && mma.accumulate == Element::F16
         {
-            // Scores are added up in f16: rounded once for every 16 dimensions, and in size near
-            // the log-sum-exps, whose error they become.
+            // Scores are accumulated in f16 and rounded once every 16 dimensions. Their magnitude
+            // is near that of the log-sum-exps, which inherit their error.
             let finite = exact.lse.iter().filter(|value| value.is_finite());
             let largest = finite.fold(1f64, |top, value| top.max(value.abs()));
             lse_tolerance = problem.head_dim.div_ceil(16) as f64 * 2f64.powi(-11) * largest;
         }
-        // What outputs are sums of: the same with every value positive.
+        // The magnitude of the terms that outputs are sums of: the result with all values positive.
         let values = inputs.value;
         let positive = Tensor::from_fn(values.dtype(), values.shape(), |[a, b, c, d]| {
             values.head(a, c).row(b)[d].abs()
@@ -282,7 +291,7 @@ fn refused(error: flashcore::Error) -> SceneError {
     SceneError::Size(error.to_string())
 }
 
-/// The type of tensors of an element.
+/// Returns the tensor data type of an element type.
 pub(super) fn dtype(element: Element) -> DType {
     match element {
         Element::F32 => DType::F32,

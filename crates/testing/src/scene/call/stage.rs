@@ -1,4 +1,5 @@
-//! A call as the library plans and binds it: buffers in the places of sources, and launches.
+//! Staging of a call: the library plans and binds it, and this file makes a simulator buffer for
+//! each source of an address and turns the launches into steps of a scene.
 
 use std::collections::BTreeMap;
 
@@ -18,20 +19,22 @@ use super::hostile::{cross, exceed, fill};
 use super::{Call, UNTOUCHED, refused};
 use crate::scene::{Kernel, Scene, SceneError, Step, encode};
 
-/// The buffer of each source that there is.
+/// The buffers by source; absent tensors and lists have none.
 pub(in crate::scene) type Buffers = BTreeMap<Source, BufferId>;
 
-/// A cache of 8 bits as numbers of 16.
+/// The copies of an 8-bit cache that are widened to 16 bits.
 const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
 
-/// A call with memory and launches.
+/// A call with its memory and launches.
 pub(in crate::scene) struct Staged<'a> {
     pub(in crate::scene) problem: Problem,
     pub(in crate::scene) inputs: Inputs<'a>,
     pub(in crate::scene) memory: Memory,
     pub(in crate::scene) buffers: Buffers,
     pub(in crate::scene) steps: Vec<Step>,
+    /// Index of the main launch in `steps`.
     main: usize,
+    /// Workspace that starts as zeros and that the main kernel must leave as it found it.
     restored: Vec<BufferId>,
 }
 
@@ -42,7 +45,7 @@ impl Staged<'_> {
         let (Some(step), before) = (steps.pop(), steps) else {
             return Err(SceneError::Size("the plan has no launch".to_owned()));
         };
-        // Of a backward pass, the first two are inputs: nobody writes them.
+        // In a backward pass the first two are inputs, which no kernel writes.
         let results =
             [Role::Output, Role::Lse, Role::QueryGradient, Role::KeyGradient, Role::ValueGradient];
         let written_once =
@@ -53,7 +56,7 @@ impl Staged<'_> {
 }
 
 impl Call {
-    /// Plans, makes a buffer for each source that there is, and binds.
+    /// Plans the call, makes a buffer for each source, and binds the launches to them.
     pub(in crate::scene) fn stage<'a>(&self, given: &'a Given) -> Result<Staged<'a>, SceneError> {
         let (problem, inputs) = given.call().map_err(refused)?;
         let Kernel { target, .. } = Kernel::of(&self.kernel);
@@ -111,7 +114,7 @@ impl Call {
                 None if sequences.rows() == problem.rows() => {
                     memory.output(&name, element.bytes() as usize * count)
                 }
-                // What is no query of a sequence stays as it was.
+                // Rows that are no query of a sequence must stay as they are.
                 None => memory.result(&name, encode(element, &vec![UNTOUCHED; count])),
             };
             buffers.insert(Source::Tensor(role), buffer);
@@ -124,8 +127,8 @@ impl Call {
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
-                // Of a widened cache what no sequence uses is not written, and as in any cache
-                // nobody minds what is there: NaN.
+                // Rows of a widened cache that no sequence uses are not written, so that they keep
+                // NaN, which kernels must tolerate as in any cache.
                 Contents::Anything if WIDENED.contains(&it.source) => {
                     memory.result(&name, vec![0xFF; bytes])
                 }
@@ -156,7 +159,7 @@ impl Call {
             gradients.output = backward.output_gradient_strides();
         }
         let mut steps = Vec::new();
-        // What is brought along need not be found.
+        // Lists that were made on the host need no launch that finds them.
         let found = |launch: &Launch| {
             use Configuration::{BlockFinder, BlockLister, TileSharer};
             let makes = matches!(launch.kernel, BlockFinder(_) | BlockLister(_) | TileSharer(_));
@@ -175,7 +178,7 @@ impl Call {
     }
 }
 
-/// What is known of a tensor that a function loads from.
+/// Returns the extent or stride of a captured tensor that `value` names; other values as they are.
 fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
     let Value::Captured(captured) = value else { return value };
     let Captured { kind, index, part } = captured;
@@ -190,7 +193,8 @@ fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
 }
 
 impl Step {
-    /// A launch with buffers in the place of what its values name; nothing where there is none.
+    /// Creates the step of a launch, with buffers in place of the sources that its values name and
+    /// a null address for absent ones.
     pub(in crate::scene) fn bound(
         program: Program,
         grid: u32,

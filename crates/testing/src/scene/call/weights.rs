@@ -1,33 +1,37 @@
-//! How much keys weigh in the scores.
+//! How much keys weigh in the scores: distributions that move row maxima in every way that a
+//! softmax must handle.
 
 use flashcore::Shape;
 use flashcore::serving::Placement;
 
 use super::given::{KEYS, QUERIES};
 
-/// How much keys weigh in the scores.
+/// How much each key weighs in the scores: a factor on its elements, by its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weights {
-    /// All the same.
+    /// All keys weigh the same.
     Even,
-    /// More towards both ends: from wherever a kernel walks, maxima rise once it is half through,
-    /// and what it has so far still counts.
+    /// Keys weigh more towards both ends: from whichever end a kernel walks, maxima rise in the
+    /// second half, while the sums of the first half still count.
     Valley,
-    /// Some far more than their neighbours, so that exponentials of anything but the maximum
-    /// overflow.
+    /// One key in seven weighs far more than its neighbours, so that exponentials relative to
+    /// anything but the maximum overflow.
     Spikes,
-    /// The same, more towards both ends: later ones are far beyond earlier ones too.
+    /// Like [`Spikes`](Weights::Spikes), but larger towards both ends, so that later spikes also
+    /// exceed earlier ones by far.
     Peaks,
-    /// All as much as those: of few keys, every score of a row may be far below zero.
+    /// All keys weigh as much as a spike: with few keys, every score of a row may be far below
+    /// zero.
     Heavy,
-    /// So many even and so many as much as those, by turns: of two parts that become one, one is
-    /// far beyond the other.
+    /// So many even keys and so many heavy ones alternate: of two parts that are combined, the
+    /// maximum of one exceeds the other's by far.
     Turns(usize),
-    /// So many as much as those, and the others even: no part that comes later is beyond the first.
+    /// The first so many keys are heavy, and the others even: no later part exceeds the first.
     First(usize),
-    /// Those so far from a query, before it and behind it, more than all others: the edge of a wide window.
+    /// The keys at this distance from a query, before and after it, weigh most: those at the edge
+    /// of a wide window.
     Apart(usize),
-    /// The fourth is not a number.
+    /// The fourth key is NaN.
     Nan,
 }
 
@@ -48,8 +52,9 @@ impl Weights {
         }
     }
 
-    /// An element of a query or of a key, where scores are to depend on how far apart the two are: waves,
-    /// which meet at the distance alone. Half of them are for keys before a query.
+    /// With [`Weights::Apart`], returns an element of a query or key: elements are waves over the
+    /// position, shifted so that those of a query and a key are in phase only at the distance. Half
+    /// of the waves are for keys before a query, the others for keys after it.
     pub(super) fn wave(
         self,
         seed: u64,
@@ -66,13 +71,13 @@ impl Weights {
             KEYS => -(distance as f32),
             _ => return None,
         };
-        // From waves as long as a block down to a few keys, none a multiple of another.
+        // Wavelengths range from a block down to a few keys, none a multiple of another.
         let share = (number % waves) as f32 / waves as f32;
         let angle = 0.05 * 17_f32.powf(share) * (position as f32 + later);
         Some(2.0 * if column.is_multiple_of(2) { angle.cos() } else { angle.sin() })
     }
 
-    /// Those of a tensor's rows, by where each is in its sequence.
+    /// Returns the factor of each row of a tensor, by the row's position in its sequence.
     pub(super) fn of_rows(self, shape: Shape, placement: Option<&Placement>) -> Vec<f32> {
         let rows = 0..shape.batch * shape.length;
         let mut all: Vec<f32> = rows.map(|row| self.of(row % shape.length, shape.length)).collect();

@@ -1,11 +1,12 @@
-//! Gradients: of sequences of equal lengths, and of others.
+//! Mutation scenes of the backward kernels, over batches of equal lengths and ragged ones.
 
 use flashcore::Mask;
 use kernels::{Batch, Configuration, MaskKind};
 
 use super::{Call, Place, Ragged, Weights};
 
-/// One step alone, steps around the stages more than once, keys that nobody sees.
+/// Returns calls of a backward kernel with tiles of `[queries, keys]`: walks of a single step,
+/// walks around the pipeline's stages more than once, keys that no query sees.
 pub(super) fn calls(
     kernel: Configuration,
     tile: [u32; 2],
@@ -20,14 +21,15 @@ pub(super) fn calls(
     let scale = 2.0 / (head_dim as f32).sqrt();
     let mut all = vec![
         call([rows - 1, keys + 40], [2, 1]),
-        // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages
-        // that have no divisor in common, so that every stage sees full blocks. Each query has few
-        // keys that weigh, so that one wrong number is no small part of a sum.
+        // As many keys as queries, so that no mask leaves few steps; coprime numbers of blocks and
+        // stages, so that every stage gets full blocks. Few keys of each query have weight, so that
+        // one wrong number is no small part of a sum.
         call([2 * rows + 70, 2 * rows + 70], [2, 1]).with(|it| it.with_scale(scale)),
-        // Heads and sequences that lie beside each other; whole blocks.
+        // Several heads and sequences; full blocks.
         Call::new(kernel, 2, [rows, 70], [2, 2]).with(|it| it.with_scale(scale)),
         Call::new(kernel, 2, [rows + 3, keys + 1], [4, 2]).with(|it| it.with_scale(scale)),
-        // One block for each head: every step of the loop comes to the edge of a mask, in every column.
+        // One block per head, so that every step of the loop is at the edge of a mask, in every
+        // column.
         call([rows, rows], [5, 1]).with(|it| it.with_scale(scale)),
         call([rows - 8, rows], [5, 1]).with(|it| it.with_scale(scale)),
         call([rows + 1, keys], [3, 1]).with(|it| it.with_scale(scale)),
@@ -38,15 +40,15 @@ pub(super) fn calls(
         _ => false,
     };
     if together {
-        // More heads than go together, and some left over.
+        // More heads than are taken together, with some left over.
         all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(4));
         all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
         all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
     }
     if let Configuration::Backward(it) = kernel {
         if it.persistent && mask == MaskKind::Local {
-            // Tiles that nobody sees before, between and after others, of one block of threads; an even
-            // and an odd number of them.
+            // Tiles that no query sees, before, between and after others of the same thread block;
+            // an even and an odd number of them.
             let window = Mask::window(Some(5), Some(2));
             for (blocks, heads) in [(2, [2, 2]), (3, [3, 3]), (4, [2, 1])] {
                 let few = call([rows / 2, blocks * keys], heads).on(1);
@@ -54,8 +56,8 @@ pub(super) fn calls(
             }
         }
         if it.split {
-            // A tile in many parts; in parts of unequal numbers of steps, some of them of none, behind
-            // whole tiles; of heads that parts end within.
+            // A tile in many parts; in parts of unequal numbers of steps, some without any, after
+            // whole tiles; parts that end within a head.
             all.push(call([12 * rows - 5, keys], [1, 1]).on(5).with(|it| it.with_scale(scale)));
             all.push(call([rows, 5 * keys], [1, 1]).on(3).with(|it| it.with_scale(scale)));
             all.push(call([3 * rows + 5, 2 * keys], [5, 1]).on(7).with(|it| it.with_scale(scale)));
@@ -68,8 +70,8 @@ pub(super) fn calls(
         _ => false,
     };
     if listed {
-        // Lists of one, two, three and more entries, of heads that differ; blocks of queries and of keys
-        // that are not as many; a last block of one row, and of one key; an only one that is not whole.
+        // Lists of one, two, three and more entries, which differ between heads; unequal numbers of
+        // query and key blocks; a last block of one row, and of one key; a single, partial block.
         for (lengths, heads) in [
             ([rows - 1, keys - 1], [5, 1]),
             ([5 * rows - 7, 5 * rows - 7], [4, 2]),
@@ -78,13 +80,13 @@ pub(super) fn calls(
         ] {
             all.push(call(lengths, heads).with(|it| it.with_scale(scale)));
         }
-        // As many blocks as it takes until what is found of a query's block, its half or its double differs;
-        // of wide windows the edges weigh most.
+        // So many blocks that looking up half or twice a query's block gives another list; keys at
+        // the edges of wide windows weigh most.
         let edges = call([6 * rows - 3, 6 * rows - 3], [2, 1]).with(|it| it.with_scale(scale));
         all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
-        // Scores far below zero, beside which a key beyond the last, whose score is 0, weighs more than a
-        // float holds.
-        // In walks of one step and of several, of either warpgroup, of either row that a thread has.
+        // Scores far below zero, next to which a key beyond the last one, whose score is 0, would
+        // weigh more than a float holds: in walks of one step and of several, in either warpgroup,
+        // in either row of a thread.
         let long = [[3 * rows + 9, 3 * keys - 9], [2 * rows + 5, keys + 70]];
         let short = [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]];
         for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
@@ -95,14 +97,14 @@ pub(super) fn calls(
     }
     match mask {
         MaskKind::Dense => {}
-        // Queries that see nothing; keys that all see.
+        // Queries that see no key; keys that all queries see.
         MaskKind::Causal => all.extend([
             call([2 * rows + 9, keys / 2], [1, 1]),
             call([rows + 9, 3 * keys], [1, 1]).with(|it| it.with_scale(scale)),
             call([3 * rows + 5, 3 * rows + 5], [3, 1]).with(|it| it.with_scale(scale)),
         ]),
-        // Few keys for each query, so that each of them weighs: within a block, at both its ends, and
-        // further on.
+        // Few keys per query, so that each has weight: within a block, at both its ends, and
+        // beyond.
         MaskKind::Local | MaskKind::Chunked => {
             let windows = [(Some(5), Some(2)), (Some(1), Some(0)), (Some(0), Some(rows))];
             for (left, right) in windows {
@@ -116,7 +118,7 @@ pub(super) fn calls(
     all
 }
 
-/// The same in sequences of their own, some of them empty on one side or on both.
+/// Returns calls over ragged batches, in which some sequences have no queries, no keys, or neither.
 fn ragged(kernel: Configuration, rows: usize, block: usize) -> Vec<Call> {
     let call = |queries: Vec<usize>, keys: Vec<usize>, query_place, key_place, heads| {
         let ragged = Ragged::new(queries, keys).over(key_place);

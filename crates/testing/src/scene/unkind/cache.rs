@@ -1,4 +1,5 @@
-//! Kernels that write caches, or copies of them: what is appended, and what becomes wider.
+//! Mutation scenes of the append kernel, which writes new tokens to caches, and of the widen
+//! kernel, which converts 8-bit caches to 16 bits.
 
 use kernels::{Append, Widen};
 
@@ -12,7 +13,7 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         in_place: false,
         ..AppendSize::small()
     };
-    // A first sequence of nothing: others begin at 0 too.
+    // The first sequence has no new tokens, so that the second starts at 0 too.
     let late = AppendSize {
         lengths: vec![3, 0, 5, 9],
         new: vec![0, 4, 0, 2],
@@ -33,7 +34,7 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         ..AppendSize::small()
     };
     let used = AppendSize { listed: false, hostile: true, ..AppendSize::small() };
-    // As many sequences as tokens, one head: numbers that are divided by 1.
+    // One token per sequence and one head, so that there are divisions by 1.
     let single = AppendSize {
         lengths: vec![3, 0],
         new: vec![1, 1],
@@ -51,7 +52,8 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         .collect()
 }
 
-/// Sequences that end within a page and within a block of positions, or with it.
+/// Returns scenes of the widen kernel: sequences that end within a page or a block of positions, or
+/// exactly with it.
 pub(super) fn widen(it: &Widen) -> Result<Vec<Scene>, SceneError> {
     let call = Call::widened(it)?;
     let place = if it.paged { Place::Paged(16) } else { Place::Entries };

@@ -1,4 +1,5 @@
-//! Few queries over caches: lists, windows, teams that have parts of a sequence.
+//! Mutation scenes of the decode kernel, few queries over a cache: lists, windows, sequences split
+//! among teams of thread blocks.
 
 use flashcore::Mask;
 use kernels::decode::Splits;
@@ -19,16 +20,18 @@ pub(super) fn calls(it: &Decode) -> Vec<Call> {
     all
 }
 
-/// What calls of a kernel are made of.
+/// The dimensions of a kernel, from which its calls are made.
 struct Calls {
     kernel: Configuration,
-    /// Where keys lie.
+    /// The storage of keys.
     place: Place,
-    /// Keys of a tile, of a tile for each warp, and of all stages.
+    /// Keys of a tile.
     tile: usize,
+    /// Keys of a round, one tile for each warp.
     round: usize,
+    /// Keys of all stages, one round for each.
     stages: usize,
-    /// Rows of a block.
+    /// Query rows of a thread block.
     group: usize,
 }
 
@@ -58,7 +61,8 @@ impl Calls {
         Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
     }
 
-    /// A first sequence of nothing, so that lists hold a 0, or less, where others begin.
+    /// Returns a call whose first sequence is empty, so that lists hold a 0, or a negative number,
+    /// at the start of the second.
     fn late(&self, query_place: Place, key_place: Place) -> Call {
         let &Calls { kernel, tile, round, .. } = self;
         let ragged = Ragged::new(vec![0, 2, 1], vec![0, round + 3, tile]);
@@ -66,7 +70,7 @@ impl Calls {
         Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
     }
 
-    /// Sequences and parts of them, of more teams and of fewer.
+    /// Returns calls with more teams than sequences and with fewer.
     fn of_teams(&self) -> Vec<Call> {
         let &Calls { kernel, place, tile, round, stages, group } = self;
         let call = |queries, keys, heads| self.call(queries, keys, heads);
@@ -79,23 +83,24 @@ impl Calls {
         vec![
             self.listed(Place::Packed, place),
             self.late(Place::Packed, place),
-            // More blocks of threads than there is work, and fewer.
+            // More thread blocks than there is work for, and fewer.
             call(vec![1, 1], vec![3, tile], [1, 1]).on(9),
             call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1]).on(1),
-            // A window, several queries, more rows than a block has.
+            // A window, several queries, more rows than a thread block has.
             call(vec![3, 1, 2], vec![3 * round + 5, 2, round], [group, 2])
                 .on(5)
                 .with(|it| it.with_mask(Mask::window(Some(2 * round + 3), Some(1)))),
             Call::ragged(kernel, behind, [3, 1]).on(3),
-            // Parts of many teams.
+            // Sequences in parts of many teams.
             call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
             call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
-            // More of them than a warp has lanes; rows whose slopes differ, so that each part weighs in one.
+            // More parts than a warp has lanes; rows with different slopes, so that each part has
+            // weight in one of them.
             call(vec![1], vec![35 * round + 5], [group, 1]).on(40),
             call(vec![1], vec![17 * round + 5], [group, 1]).on(40),
-            // Parts of as many tiles as are worth it, which the longest of the sequences decides.
+            // Parts of the fewest tiles that are worth a part, which the longest sequence decides.
             call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
-            // A few keys, all of them far below zero for some rows.
+            // A few keys, all of whose scores are far below zero for some rows.
             Call { weights: Weights::Heavy, ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2]) },
             // More sequences than a warp has lanes.
             call(vec![1; 37], many, [2, 1]).on(4),
@@ -114,12 +119,12 @@ impl Calls {
         ]
     }
 
-    /// Parts whose maxima are far apart.
+    /// Returns calls in which the maxima of parts are far apart.
     fn far_apart(&self) -> Vec<Call> {
         let &Calls { tile, round, group, .. } = self;
         let call = |queries, keys, heads| self.call(queries, keys, heads);
         let mut all = Vec::new();
-        // Rows of every part of a tile, whose parts are far apart: of tiles, of warps and of teams.
+        // Rows in every part of a tile, and maxima that differ between tiles, warps and teams.
         for (weights, keys, teams) in [
             (Weights::Valley, 7 * round, 1),
             (Weights::Spikes, 3 * round, 2),
@@ -136,7 +141,7 @@ impl Calls {
             let call = call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).on(teams);
             all.push(Call { weights, ..call });
         }
-        // Parts of which any may have the key that weighs.
+        // Any of the parts may have the key that dominates a row.
         for weights in [Weights::Heavy, Weights::Turns(2 * round), Weights::Turns(4 * round)] {
             let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1]).on(40);
             all.push(Call { weights, ..call });
@@ -144,13 +149,13 @@ impl Calls {
         all
     }
 
-    /// Windows, and what lies behind them.
+    /// Returns calls with windows, and with values before the window that must not be read.
     fn windows(&self) -> Vec<Call> {
         let &Calls { kernel, place, tile, round, group, .. } = self;
         let call = |queries, keys, heads| self.call(queries, keys, heads);
         let mut all = Vec::new();
-        // Several queries in every part of a tile, whose windows begin and end at all its columns; a
-        // window that begins in a later tile of a sequence that a team comes to from another.
+        // Several queries in every part of a tile, whose windows begin and end at all its columns;
+        // a window that begins in a later tile of a sequence which is not the team's first.
         let window = Mask::window(Some(round + 3), Some(0));
         all.push(
             call(vec![4, 4, 4], vec![2 * round + 4, 2 * round + 12, 2 * round + 3], [group / 4, 1])
@@ -162,11 +167,11 @@ impl Calls {
                 .on(1)
                 .with(|it| it.with_mask(window)),
         );
-        // Paddings below zero where one key more would be one tile more.
+        // Negative paddings, where one key more would be one tile more.
         let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
         let ragged = Ragged { padding: vec![0, 0, 3], ..ragged };
         all.push(Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(3) });
-        // Keys behind a window, in each of the rounds that clear them.
+        // Keys before a window, in each of the rounds that clear them.
         for left in [2, 5, 6, 11, 14] {
             let behind = call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).on(3);
             let window = Mask::window(Some(round + left), Some(0));
@@ -175,22 +180,23 @@ impl Calls {
         all
     }
 
-    /// Queries with something between them.
+    /// Returns calls with gaps between the queries of sequences.
     fn between(&self) -> Vec<Call> {
         let &Calls { place, .. } = self;
         let mut all = vec![self.listed(Place::Apart, place), self.late(Place::Apart, place)];
-        // A narrow window, so that the number of queries decides which tiles there are.
+        // A narrow window, so that the number of queries determines which tiles there are.
         for call in [self.listed(Place::Apart, place), self.listed(Place::Packed, place)] {
             all.push(call.with(|it| it.with_mask(Mask::window(Some(1), Some(0)))));
         }
         all
     }
 
-    /// What only pages can be.
+    /// Returns calls that only paged kernels serve.
     fn shared_pages(&self) -> Vec<Call> {
         let &Calls { kernel, tile, round, stages, .. } = self;
         let mut all = Vec::new();
-        // Every page is the first or the last, and the table says that it is one beyond.
+        // Every page is the first or the last one of the cache, and the block table holds numbers
+        // out of bounds instead, which are clamped to these.
         let shared = Ragged::new(vec![1, 2, 1], vec![stages + round, 2 * stages + 5, 3 * round]);
         for processors in [1, 5] {
             let shared = shared.over(Place::Shared(tile - 3));
@@ -200,21 +206,21 @@ impl Calls {
         all
     }
 
-    /// What only keys without pages can be.
+    /// Returns calls that only kernels without pages serve.
     fn packed(&self) -> Vec<Call> {
         let &Calls { kernel, tile, round, .. } = self;
         let call = |queries, keys, heads| self.call(queries, keys, heads);
-        // Packed keys; equal lengths, of which no list tells.
+        // Packed keys.
         let mut all = vec![
             self.listed(Place::Padded, Place::Packed),
             self.late(Place::Packed, Place::Packed),
         ];
-        // The same with a query, which sees no key.
+        // A first sequence with a query but without keys.
         let none = Ragged::new(vec![1, 2, 1], vec![0, round + 3, tile]).over(Place::Packed);
         all.push(Call { hostile: true, ..Call::ragged(kernel, none, [2, 1]) });
-        // Behind the last key of the last sequence there is no memory.
+        // There is no memory after the last key of the last sequence.
         all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
-        // A last sequence without keys, and ones that a team comes to from another.
+        // A last sequence without keys, and last sequences that are not their team's first.
         let none = Ragged::new(vec![1, 1], vec![3, 0]).over(Place::Padded);
         all.push(Call { hostile: true, ..Call::ragged(kernel, none, [1, 1]) });
         for (end, keys) in [(0, 3), (0, 6), (0, 9), (0, 14), (round, 6), (round, 14)] {
@@ -227,15 +233,17 @@ impl Calls {
                 all.push(Call::ragged(kernel, last, [1, 1]));
             }
         }
+        // Equal lengths, without a list of them.
         all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
         all
     }
 }
 
-/// Splits of a group, and groups that are loaded at a time.
+/// The number of splits of a group, and of groups that are loaded at a time.
 const GROUP: usize = 16;
 
-/// Groups and sequences that one team has, that several have, and that a team comes to from another.
+/// Returns calls of kernels with splits of a fixed size: groups of splits and sequences that belong
+/// to one team or to several, as the team's first or a later one.
 fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
     let kernel = Configuration::Decode(*it);
     let split = (it.unit_tiles() * it.tile_keys) as usize;
@@ -248,25 +256,26 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
         |call: Call, left: usize| call.with(|it| it.with_mask(Mask::window(Some(left), Some(0))));
     let long = 2 * group + 5 * split + 3;
     let mut all = Vec::new();
-    // Groups of every number of splits, each split of another team, the last of them ragged.
+    // Groups of every number of splits, each split in another team, the last split partial.
     for (few, many) in [(2, 11), (12, GROUP)] {
         let keys: Vec<usize> = (few..=many).map(|splits| splits * split - splits % 7 * 4).collect();
         let teams = (few..=many).sum::<usize>() as u32;
         all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(teams));
     }
     if it.running_parts() == 0 {
-        // Sequences of every number of groups, each of several teams: in registers each of them is
-        // folded by statements of its own.
+        // Sequences of every number of groups, each in several teams: where parts are summed in
+        // registers, each number is folded by statements of its own.
         let keys = (2..=GROUP).map(|groups| groups * group - groups % 5 * split);
         let keys: Vec<usize> = keys.collect();
         all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
     }
-    // Sequences of several groups: of one team; of teams that have whole groups, and parts of them.
+    // Sequences of several groups, in one team, and in teams that have whole groups and parts of
+    // groups.
     for teams in [1, 2, 3, 5] {
         let heads = it.rows as usize;
         all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [heads, 1]).on(teams));
     }
-    // Blocks of a team with other heads, other queries and none.
+    // Thread blocks of a team with different heads, with different queries, and with none.
     let several = |left| {
         let keys = vec![group + 2, long, 2 * split + 5];
         window(call(vec![5, 1, 2], keys, [8, 2]), left)
@@ -278,7 +287,7 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
     for teams in [1, 3, 21] {
         all.push(window(call(vec![2, 1], vec![long, group], [2, 1]).on(teams), 20 * split + 5));
     }
-    // Parts whose maxima are far apart, whoever folds them.
+    // Parts whose maxima are far apart, whichever team folds them.
     for (weights, teams) in [
         (Weights::Spikes, 1),
         (Weights::Spikes, 2),

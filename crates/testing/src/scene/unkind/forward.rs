@@ -1,4 +1,4 @@
-//! The forward kernel for Hopper, over batches of equal lengths.
+//! Mutation scenes of the forward kernel for Hopper, over batches of equal lengths.
 
 use flashcore::Mask;
 use kernels::{Configuration, Forward, MaskKind};
@@ -11,19 +11,19 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
     let stages = it.stages as usize;
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     let mut all = vec![
-        // Several tiles for each block of threads, of one block of keys, whole and not.
+        // Several tiles per thread block, each of a single key block, partial and full.
         call([rows, block - 12], [7, 1]),
         call([rows / 2, block], [5, 5]),
-        // Of two, and of several in turn.
+        // Tiles of two key blocks, and of several.
         call([rows + 5, 2 * block], [3, 1]),
         Call::new(kernel, 2, [rows + 5, 3 * block + 1], [2, 1]),
         Call::new(kernel, 3, [rows + 5, block + 1], [6, 2]).on(5),
         Call::new(kernel, 2, [rows + 5, block + 1], [1, 1]),
-        // Maxima that rise.
+        // Row maxima that rise during the walk.
         Call { weights: Weights::Valley, ..call([rows - 1, 4 * block], [3, 1]) },
         Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [3, 1]) },
         Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [3, 1]) },
-        // A block of threads more than there are tiles.
+        // More thread blocks than tiles.
         call([rows, 2 * block - 3], [1, 1]).on(3),
     ];
     if stages > 2 {
@@ -35,29 +35,29 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
     );
     all.push(Call { weights: Weights::Heavy, ..call([rows, 2], [3, 1]) });
     if it.stream_k {
-        // Three blocks of threads have parts of a tile; one has the end of a tile and the begin of
-        // the next.
+        // One tile in parts of three thread blocks; a thread block with the end of one tile and the
+        // beginning of the next.
         all.push(call([rows - 1, 10 * block - 3], [1, 1]).on(3));
         all.push(Call { weights: Weights::Peaks, ..call([rows, 10 * block], [5, 1]).on(3) });
     }
     if it.rules.functions().next().is_some() {
-        // Every divisor in every part of the walk.
+        // Every divisor in a function is used in every part of the walk.
         all.push(call([rows + 5, 2 * block], [7, 1]));
         all.push(call([rows, 5 * block - 3], [7, 1]));
     }
     if it.takes_block_lists() {
-        // Lists of none, of one and of more, of heads and sequences.
+        // Lists of no, one and more key blocks, for several heads and sequences.
         all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
         all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
-        // Blocks of threads beyond the last tile, where there is no list.
+        // Thread blocks beyond the last tile, for which there is no list.
         all.push(Call::new(kernel, 2, [rows, rows], [2, 1]).on(7));
     }
     if it.rules.mask != MaskKind::Dense {
-        // Rows that see nothing; more keys than queries.
+        // Rows that see no key; more keys than queries.
         all.push(call([rows + 20, block + 3], [2, 1]));
         all.push(call([rows / 2 + 1, 5 * block], [2, 1]));
-        // A whole tile that sees nothing; the rows' edges at the edges of blocks, for the first tile of
-        // a block of threads and for later ones.
+        // A whole tile that sees no key; the mask's edge at the edges of key blocks, for the first
+        // tile of a thread block and for later ones.
         all.push(call([2 * rows + 20, block + 3], [2, 1]));
         all.push(call([2 * rows + 20, block + 3], [2, 1]).on(8));
         for (further, processors) in
@@ -70,7 +70,7 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
                 .map(|weights| Call { weights, ..call([2 * rows, 2 * rows], [2, 1]) }),
         );
         if it.rules.mask == MaskKind::Local {
-            // Windows within a block, and at the edges of blocks.
+            // Windows within a key block, and windows that end at the edges of key blocks.
             let window = |left, right| Mask::window(Some(left), Some(right));
             for mask in [window(5, 2), window(block - 1, 0), window(block, 1), window(1, block)] {
                 all.push(call([rows + 9, 4 * block], [3, 1]).with(|it| it.with_mask(mask)));
@@ -81,7 +81,8 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
             }
         }
     } else {
-        // The last keys weigh more than others. By a list, the last queries see them.
+        // The last keys weigh most. With a list of key blocks, the last queries see them, so there
+        // are as many queries as keys.
         let (listed, few) = (it.takes_block_lists(), rows / 2);
         let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [3, 1]) };
         all.extend(ends(block).map(|keys| {

@@ -1,4 +1,4 @@
-//! The forward kernel for tensor cores of warps.
+//! Mutation scenes of the forward kernel with `mma.sync`.
 
 use flashcore::Mask;
 use kernels::{Batch, Configuration, MaskKind, Mma};
@@ -31,7 +31,8 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
                 ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
             },
         ];
-        // Queries that end in every pass of copies; windows within a block, and at the edges of blocks.
+        // Query lengths that end in each pass of copies; windows within a key block, and windows
+        // that end at the edges of key blocks.
         let ends = || (1..4).map(|pass| pass * rows / 4 + 5);
         for [left, right] in [[rows, rows], [5, 2], [block - 1, 0], [block, 1], [1, block]] {
             let even = call(ends().collect(), ends().map(|queries| queries + 2 * block).collect());
@@ -47,18 +48,18 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         Call::new(kernel, 2, [5, block - 3], [2, 2]),
         call([rows, (it.ahead as usize + 2) * block - 1], [1, 1]),
     ];
-    // Sums in f16 are not good enough for such scores.
+    // Accumulation in f16 is not accurate enough for such scores.
     if it.accumulate == ptx::Element::F32 {
         all.push(Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [1, 1]) });
         all.push(Call { weights: Weights::Valley, ..call([rows - 1, 5 * block], [1, 1]) });
         all.push(Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [1, 1]) });
     }
     if it.takes_block_lists() {
-        // Lists of none, of one and of more, of heads and sequences.
+        // Lists of no, one and more key blocks, for several heads and sequences.
         all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
         all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
-        // The edges of wide windows weigh most, in as many blocks as it takes until all that is found of a
-        // query's block differs.
+        // Keys at the edges of wide windows weigh most, in so many blocks that what was found for
+        // one query block differs from what was found for others.
         let edges = call([12 * rows - 3, 12 * rows - 3], [2, 1]);
         all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
     }
@@ -73,7 +74,8 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         }
     } else {
         all.push(call([3, 0], [1, 1]));
-        // By a list, the last queries see the last keys.
+        // With a list of key blocks, the last queries see the last keys, so there are as many
+        // queries as keys.
         let (listed, few) = (it.takes_block_lists(), rows / 2);
         let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [1, 1]) };
         all.extend(ends(block).map(|keys| {

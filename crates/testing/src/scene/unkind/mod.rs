@@ -1,9 +1,9 @@
-//! The scenes of a kernel that leave a mutant no place to hide.
+//! The scenes in which mutants of a kernel are run, chosen so that no wrong kernel passes them all.
 //!
-//! Each is there for something that can be wrong and shows nowhere else: blocks that go through
-//! several tiles, tiles of one, two or as many blocks of keys as there are stages, whole blocks and
-//! ragged ones, blocks of threads with nothing to do, maxima that rise late. The smallest is first:
-//! most mutants fall there.
+//! Each scene exercises something that no other one shows: thread blocks that process several
+//! tiles, tiles of one key block, of two, or of as many as there are stages, full and partial key
+//! blocks, thread blocks without a tile, row maxima that rise late. The smallest scene comes first,
+//! since it detects most mutants. The files are by kernel family.
 
 mod backward;
 mod cache;
@@ -18,8 +18,8 @@ use kernels::Configuration;
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
 impl Scene {
-    /// Every scene that a mutant of a kernel is shown, the smallest first. A family that has none
-    /// of its own gets its small one.
+    /// Returns the scenes in which mutants of a kernel are run, the smallest first. A family
+    /// without scenes of its own gets its small one only.
     pub fn unkind(kernel: &Configuration) -> Result<Vec<Scene>, SceneError> {
         let small = Scene::small(kernel)?;
         let more = match kernel {
@@ -29,7 +29,8 @@ impl Scene {
             Configuration::Decode(it) => scenes(decode::calls(it)),
             Configuration::Append(it) => cache::append(it),
             Configuration::Combine(it) => {
-                // More parts than a warp has lanes; one; more rows than a block takes.
+                // More parts than a warp has lanes; a single part; more rows than a thread block
+                // takes.
                 let sizes = [([1, 3, 2], 70), ([2, 19, 3], 1), ([1, 5, 1], 33), ([2, 7, 3], 5)];
                 sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
             }
@@ -42,17 +43,18 @@ impl Scene {
                 let tile = [it.query_block, it.key_block()];
                 scenes(backward::calls(*kernel, tile, it.head_dim, (it.rules.mask, it.batch)))
             }
-            // Pages that end within a block and at its end; more sequences and heads.
+            // Pages that end within a block and at its end; more than one sequence and head.
             Configuration::Widen(it) => cache::widen(it),
-            // Queries that end in every round of stores.
+            // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
                 let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
                 ends.map(|queries| Call::beside(after, queries).scene_of(2)).collect()
             }
             Configuration::SinkGradients(it) => {
-                // More blocks of rows than one round takes, of several sequences; rows without keys.
+                // More row blocks than one round takes, of several sequences; rows without keys.
                 let after = it.after().unwrap_or(*kernel);
-                // Few rows, so that each of them weighs; all warps; rows of another round.
+                // Few rows, so that each contributes visibly to the sum; rows for all warps; rows
+                // of a second round.
                 let few = [(1, [1, 1]), (1, [8, 7]), (1, [5, 3]), (1, [6, 3]), (2, [9, 11])];
                 let many = [(1, [70, 66]), (8, [66, 66]), (1, [1100, 60]), (3, [700, 40])];
                 let sizes = few.into_iter().chain(many);
@@ -65,10 +67,11 @@ impl Scene {
     }
 }
 
-/// What scores are capped at where keys weigh more than others: a low cap would make them alike, and a
-/// higher one would take too many digits of them.
+/// The softcap of scenes whose keys have unequal weights: a lower cap would level the scores, and a
+/// higher one would cost them too many digits.
 const HIGH_CAP: f32 = 200.0;
 
+/// Makes scenes of calls, with [`HIGH_CAP`] where weights are uneven and scores are capped.
 fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     let uncapped = |mut call: Call| {
         if call.weights != Weights::Even && call.problem.scores.softcap.is_some() {
@@ -79,12 +82,13 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     calls.into_iter().map(uncapped).collect()
 }
 
-/// Which keys are heavy by turns: those of lanes, of a lane's columns, of blocks.
+/// Returns the periods with which keys alternate between light and heavy ([`Weights::Turns`]), from
+/// neighbouring columns of a lane up to whole key blocks.
 fn turns(block: usize) -> impl Iterator<Item = usize> {
     [1, 2, 4, 8, 16].into_iter().filter(move |of| *of < block).chain([block])
 }
 
-/// Keys that end at each of the columns that a lane has of a block.
+/// Returns numbers of keys that end at each of the columns that a lane has in the second key block.
 fn ends(block: usize) -> impl Iterator<Item = usize> {
     (block..2 * block).filter(|keys| keys % 8 < 2)
 }

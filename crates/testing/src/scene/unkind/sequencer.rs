@@ -1,20 +1,22 @@
-//! The kernel that lists the tiles of ragged batches.
+//! Mutation scenes of the sequencer, the kernel that lists the tiles of ragged batches.
 
 use kernels::sequencer::Tiles;
 use kernels::{MaskKind, Sequencer};
 
 use super::{Place, Ragged, Scene, SceneError};
 
-/// Tiles are in one order only where no two cost the same: lengths beyond 1024 count in steps.
+/// Returns scenes in which no two tiles of a sequencer cost the same, since only then their order
+/// is defined. Costs beyond 1024 are counted in steps.
 pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let batch = Scene::sequencer_batch();
     let of = |queries: Vec<usize>, keys: Vec<usize>| Ragged { queries, keys, ..batch.clone() };
-    // The one long sequence in each of the lanes and warps that tell each other the longest length.
+    // The only long sequence is in each of the lanes and warps that exchange the longest length.
     let one_in = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map(|last| {
         let only = |length: usize| [vec![0; last], vec![length]].concat();
         (only(1), only(1100))
     });
-    // Starts and lengths of both, with something between sequences or nothing, and a first one of none.
+    // Lists of starts and lengths of queries and keys, with and without gaps between sequences, and
+    // with an empty first sequence.
     let lists = |place, queries: Vec<usize>, keys: Vec<usize>| Ragged {
         query_place: place,
         padding: vec![0, 2, 0, 1],
@@ -24,10 +26,11 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         let first = lists(place, vec![0, 5, 0, 70], vec![0, 9, 0, 200]);
         [first, lists(place, vec![3, 0, 66, 9], vec![140, 0, 70, 7])]
     });
-    // The largest cost there is, and one for each of the lanes and warps that sums come from.
+    // The largest cost, and one cost for each of the lanes and warps that contribute to the sums.
     let far = [1023usize, 991, 959, 895, 767, 511, 1022, 1021, 1019, 1015, 1007];
     if it.tiles == Tiles::Keys {
-        // The same of sequences: of those with keys, no two have as many queries.
+        // Tiles of keys are ordered by sequence: of the sequences with keys, no two have the same
+        // number of queries.
         let few =
             |every: usize| move |index: usize| if index.is_multiple_of(every) { 300 } else { 0 };
         let mut all = vec![
@@ -46,7 +49,7 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         return all.iter().map(|ragged| Scene::sequencer(*it, ragged, 128)).collect();
     }
     let long = of(vec![1, 9, 64, 3, 40, 2, 17], vec![1500, 3100, 1100, 2700, 2000, 600, 2400]);
-    // More sequences than one round takes, of which few have queries; the first key is not at 0.
+    // More sequences than one round takes, few of them with queries; the first key is not at 0.
     let many = of(
         (0..1100usize).map(|index| index.is_multiple_of(128).into()).collect(),
         (0..1100).map(|index| 3 + index / 128 * 5).collect(),
@@ -55,7 +58,7 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let many = Ragged { padding, ..many };
     let none = of(vec![0, 0], vec![7, 0]);
     let one = of(vec![1], vec![1]);
-    // More than a warp has lanes, of as many lengths, and of none where they begin.
+    // More sequences than a warp has lanes, all of different lengths; the first has no queries.
     let mixed = Ragged {
         queries: (0..45).map(|index| index % 4).collect(),
         keys: (0..45).map(|index| index * 7 % 47 + 1).collect(),
@@ -82,7 +85,7 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         all.push((of(vec![1; far.len()], far.into()), 64));
     }
     if it.tiles != Tiles::Queries(MaskKind::Chunked) {
-        // More tiles than a warp has lanes; in chunks some would cost the same.
+        // More tiles than a warp has lanes; with chunks some of them would cost the same.
         all.push((of(vec![2200], vec![2200]), 64));
     }
     all.iter().map(|(ragged, rows)| Scene::sequencer(*it, ragged, *rows)).collect()

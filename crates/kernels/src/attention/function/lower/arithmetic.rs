@@ -1,4 +1,4 @@
-//! One operation in instructions.
+//! The instructions of each operation of a function.
 
 use std::f32::consts::LOG2_E;
 
@@ -7,8 +7,8 @@ use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, U32, Value};
 use super::Computed;
 use crate::attention::function::node::{Binary, Comparison, Unary};
 
-/// `constant` is what the right side is known to be, `positive` whether the left one is known never to
-/// be negative.
+/// Emits an integer operation. `constant` is the value of `b` if it is known, and `positive` says
+/// that `a` is known not to be negative; both make division cheaper. Division rounds down.
 pub(super) fn integer_binary(
     k: &mut Builder,
     operation: Binary,
@@ -50,9 +50,11 @@ pub(super) fn integer_binary(
     k.eval(value).into()
 }
 
-/// The quotient rounded down, and what is left; by zero, zero and all of it.
+/// Returns the quotient rounded down and the remainder. Division by zero gives a quotient of zero
+/// and a remainder of `a`.
 fn floor_divide(k: &mut Builder, a: Reg<S32>, b: Reg<S32>) -> [Value<S32>; 2] {
-    // Neither zero nor minus one, for which the hardware's result is not defined.
+    // Divisors of zero and minus one are replaced by one: the hardware's result is not defined for
+    // zero, nor for the overflow that minus one can cause.
     let special = k.eval((b + 1).reinterpret::<U32>().less(2u32));
     let divisor = k.eval(special.choose::<S32>(1, b));
     let truncated = k.eval(a / divisor);
@@ -79,7 +81,7 @@ pub(super) fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed 
         (Unary::Not, Integer(a)) => Integer(k.eval(!a).into()),
         (Unary::Not, a) => Truth(k.eval(!a.truth()).into()),
         (Unary::Tanh, a) => {
-            // The hardware's own is good to 11 bits only.
+            // tanh(a) = 1 - 2 / (e^(2a) + 1): the hardware's `tanh` is accurate to 11 bits only.
             let power = k.exp2(a.float() * (2.0 * LOG2_E));
             let fraction = k.reciprocal(power + 1.0);
             Float(k.fma(fraction, -2.0, 1.0).into())
@@ -116,7 +118,7 @@ pub(super) fn compare<T: ptx::Number>(
 ) -> Value<Pred> {
     match comparison {
         Comparison::Equal => a.equals(b),
-        // True where one is NaN.
+        // True where either side is NaN.
         Comparison::NotEqual => !a.equals(b),
         Comparison::Less => a.less(b),
         Comparison::AtMost => a.at_most(b),

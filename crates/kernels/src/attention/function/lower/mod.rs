@@ -1,15 +1,16 @@
-//! A function in a kernel, over the scores that a thread has.
+//! Lowering of mask and score functions: emits the instructions that apply a function to the scores
+//! of a thread.
 //!
-//! A thread's scores are those of some rows and some columns. What depends on neither is computed
-//! once, what depends on the row once for each row, and what depends on the column once for each
-//! column; only the rest is computed for each score. Columns come one after the other, so that
-//! little is kept in registers.
+//! A thread's scores lie in some rows and some columns. Nodes of the expression that depend on
+//! neither row nor column are computed once, those that depend on the row once per row, and those
+//! that depend on the column once per column; only the rest is computed for each score. Columns are
+//! processed one after the other, which keeps few values in registers.
 //!
-//! | file | its subject |
+//! | file | subject |
 //! | --- | --- |
-//! | `run` | level after level, of one thread's scores |
-//! | `arithmetic` | one operation in instructions |
-//! | `place` | elements of the tensors that a function loads from |
+//! | `run` | evaluates the nodes level by level over one thread's scores |
+//! | `arithmetic` | the instructions of one operation |
+//! | `place` | addresses and loads of elements of captured tensors |
 
 mod arithmetic;
 mod place;
@@ -26,7 +27,7 @@ use super::window::Sum;
 use crate::attention::{Rules, Score};
 use crate::parameter::{Captured, CapturedPart};
 
-/// The functions of a kernel's rules.
+/// The mask function and the score function of a kernel's rules.
 #[derive(Clone)]
 pub(crate) struct Functions {
     pub(crate) mask: Option<FunctionRegisters>,
@@ -34,32 +35,33 @@ pub(crate) struct Functions {
 }
 
 impl Functions {
-    /// Declares what they are passed at launch.
+    /// Declares the launch parameters of the functions.
     pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
         let mut declared = |it: Option<Function>| it.map(|it| FunctionRegisters::parameters(k, it));
         Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
     }
 
-    /// The same where scores come before their scale, if the score function only adds to them:
-    /// `inverse` is one over it.
+    /// Rewrites the score function to take scores before the softmax scale, if it only adds to
+    /// them. `inverse` is the reciprocal of the scale.
     pub(crate) fn unscaled(self, rules: &Rules, inverse: Option<Reg<F32>>) -> Self {
         let (Some(function), Some(inverse)) = (rules.score_function, inverse) else { return self };
         Functions { score: self.score.map(|it| it.unscaled(function, inverse)), ..self }
     }
 
-    /// The same where a thread's columns are pairs, the first of which is an even key.
+    /// Adapts the functions to threads whose columns come in pairs that begin at an even key.
     pub(crate) fn in_pairs(self) -> Self {
         let in_pairs = |it: Option<FunctionRegisters>| it.map(FunctionRegisters::in_pairs);
         Functions { mask: in_pairs(self.mask), score: in_pairs(self.score) }
     }
 
-    /// Whether there is one.
+    /// Returns whether there is a mask function or a score function.
     pub(crate) fn exist(&self) -> bool {
         self.mask.is_some() || self.score.is_some()
     }
 
-    /// The same for gradients: scores whose rows are keys and whose columns are queries, and the
-    /// slope of the score beside it.
+    /// Declares the launch parameters of the functions for a backward kernel, whose score tiles
+    /// have keys as rows and queries as columns. The score function also computes its slope, the
+    /// derivative with respect to the score.
     pub(crate) fn of_gradients(k: &mut Builder, rules: &Rules) -> Self {
         let mut declared = |it: Option<Function>| {
             it.map(|it| FunctionRegisters::declared(k, it, it.kind() == Kind::Score, true))
@@ -68,32 +70,39 @@ impl Functions {
     }
 }
 
-/// A function inside a kernel, with the tensors that it loads from.
+/// A function inside a kernel: its expression, what was found out about each node, and the captured
+/// tensors that it loads from. The vectors by node are indexed by [`Id`].
 #[derive(Clone)]
 pub(crate) struct FunctionRegisters {
     kind: Kind,
     nodes: Vec<Node>,
-    /// The result, and the slope where it is asked for.
+    /// The node of the result, then that of the slope where it was requested.
     roots: Vec<Id>,
+    /// By node: what it depends on.
     levels: Vec<Level>,
-    /// Nodes that are floats of places, and others that are found from one column to the next.
+    /// By node: how it changes from column to column, if it is a position converted to a float.
     moving: Vec<Option<Moving>>,
-    /// Nodes that somebody asks for.
+    /// By node: whether a root depends on it.
     needed: Vec<bool>,
     tensors: Vec<TensorRegisters>,
     /// Whether rows are keys and columns are queries.
     transposed: bool,
-    /// Where scores come before their scale, the node that is one over it.
+    /// With scores before the softmax scale, the node that stands for the reciprocal of the scale,
+    /// and its register.
     inverse: Option<(Id, Reg<F32>)>,
-    /// Loads of two neighbours that one instruction can do, where tensors lie so.
+    /// By node: whether it is a load whose elements for a pair of columns can be loaded by one
+    /// instruction, if the tensor's layout allows it.
     pairs: Vec<bool>,
 }
 
-/// A float that changes by one from column to column: it is converted for the first column alone,
-/// and exact wherever the conversion is.
+/// A position converted to a float, which changes by 1 or -1 from column to column: it is converted
+/// for the first column only, and the others are float additions. The result is exact wherever the
+/// conversion is.
 #[derive(Clone, Copy)]
 struct Moving {
+    /// The integer that is converted.
     sum: Sum,
+    /// Whether its absolute value is taken.
     absolute: bool,
 }
 
@@ -108,37 +117,37 @@ impl Moving {
         (moving.step(transposed) != 0).then_some(moving)
     }
 
-    /// What it changes by from column to column.
+    /// Returns the change from one column to the next.
     fn step(&self, transposed: bool) -> i64 {
         if transposed { self.sum.query } else { self.sum.key }
     }
 
-    /// Where it is found for the first column.
+    /// Returns the level at which the value in the first column is computed.
     fn level(&self, transposed: bool) -> Level {
         let of_row = if transposed { self.sum.key } else { self.sum.query };
         if of_row == 0 { Level::Tile } else { Level::Row }
     }
 }
 
-/// Where a thread's scores stand.
+/// The position of a thread's scores in the problem.
 #[derive(Clone, Copy)]
 pub(crate) struct Standing<'a> {
     pub(crate) batch: Reg<U32>,
     pub(crate) head: Reg<U32>,
-    /// The query of its first row; of its first column, where rows are keys.
+    /// The query of the thread's first row, or of its first column where rows are keys.
     pub(crate) first_query: Reg<S32>,
-    /// How far below the first its rows lie.
+    /// The offsets of the thread's rows from its first row.
     pub(crate) rows: &'a [u32],
-    /// The key of its first column; of its first row, where rows are keys.
+    /// The key of the thread's first column, or of its first row where rows are keys.
     pub(crate) first_key: Reg<S32>,
     pub(crate) query_length: Reg<U32>,
     pub(crate) key_length: Reg<U32>,
 }
 
-/// What a node depends on.
+/// What a node's value depends on, and so how often it is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
-    /// Neither row nor column.
+    /// Neither the row nor the column.
     Tile,
     Row,
     Column,
@@ -146,6 +155,7 @@ enum Level {
 }
 
 impl Level {
+    /// Returns the level of a node with inputs of these levels.
     fn of(inputs: impl Iterator<Item = Level>) -> Level {
         inputs.fold(Level::Tile, |all, input| match (all, input) {
             (Level::Row, Level::Column) | (Level::Column, Level::Row) => Level::Score,
@@ -154,15 +164,15 @@ impl Level {
     }
 }
 
-/// What a node has come to.
+/// The value of a node as far as it has been computed.
 #[derive(Clone)]
 enum Computed {
     Float(Value<F32>),
     Integer(Value<S32>),
     Truth(Value<Pred>),
-    /// Of a load that depends on more: what the indices of this level come to.
+    /// For a load that also depends on later levels, the part of its address that is known so far.
     Place(Place),
-    /// Of a float that moves: what it is in the first column.
+    /// For a [`Moving`] float, its value in the first column, before the absolute value is taken.
     First(Value<F32>),
 }
 
@@ -190,7 +200,7 @@ impl Computed {
 }
 
 impl FunctionRegisters {
-    /// Declares what a function is passed at launch.
+    /// Declares the launch parameters of a function.
     pub(crate) fn parameters(k: &mut Builder, function: Function) -> Self {
         FunctionRegisters::declared(k, function, false, false)
     }
@@ -230,15 +240,15 @@ impl FunctionRegisters {
         .analysed()
     }
 
-    /// The same for threads whose columns are pairs, the first of which is an even key: where a
-    /// tensor's last index is the key, neighbours are loaded together.
+    /// Marks the loads that can be done for two columns at once, for threads whose columns come in
+    /// pairs that begin at an even key: those of tensors whose last index is the key.
     fn in_pairs(self) -> Self {
         let is_pair = |node: &Node| match node {
             Node::Load(tensor, indices) => {
                 let Some((last, outer)) = indices.split_last() else { return false };
                 let stored = self.tensors[*tensor as usize].stored;
                 let fits = matches!(stored, Stored::F16 | Stored::BF16 | Stored::F32 | Stored::I32);
-                // Neighbours are of one row of the tensor.
+                // Both elements of a pair must be in the same row of the tensor.
                 let of_row =
                     |index: &Id| matches!(self.levels[*index as usize], Level::Tile | Level::Row);
                 let is_key = self.nodes[*last as usize] == Node::Symbol(Symbol::Key);
@@ -254,8 +264,8 @@ impl FunctionRegisters {
         self.needed[id] && self.pairs.get(id).is_some_and(|is_pair| *is_pair)
     }
 
-    /// The same function over scores before their scale, where it only adds to them: `inverse` is
-    /// one over the scale.
+    /// Rewrites the function to take scores before the softmax scale, if it only adds to them.
+    /// `inverse` is the reciprocal of the scale.
     fn unscaled(self, function: Function, inverse: Reg<F32>) -> Self {
         match function.unscaled() {
             None => self,
@@ -266,12 +276,12 @@ impl FunctionRegisters {
         }
     }
 
-    /// No node has come to anything yet.
+    /// Returns values of which none has been computed yet.
     fn nothing(&self) -> Values {
         vec![None; self.nodes.len()]
     }
 
-    /// Finds what nodes depend on, and which are needed.
+    /// Finds the level of each node, the nodes that are [`Moving`], and the nodes that are needed.
     fn analysed(self) -> Self {
         let FunctionRegisters { nodes, transposed, .. } = &self;
         let mut levels: Vec<Level> = Vec::new();
@@ -299,7 +309,8 @@ impl FunctionRegisters {
         FunctionRegisters { levels, moving, needed, ..self }
     }
 
-    /// Scores become what a score function says, or minus infinity where a mask hides their key.
+    /// Applies the function to the scores in place: a score function replaces them, and a mask sets
+    /// those it hides to minus infinity.
     pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
         let body = |k: &mut Builder, score: &Score, results: &[Computed]| {
             let register = score.register;
@@ -323,8 +334,8 @@ impl FunctionRegisters {
         }
     }
 
-    /// Gives what a score function makes of each score, and its slope there, to somebody who does
-    /// something with them; column after column.
+    /// Calls `body` for each score, column by column, with the result of the score function and its
+    /// slope.
     pub(crate) fn each_with_slope(
         &self,
         k: &mut Builder,
@@ -338,7 +349,8 @@ impl FunctionRegisters {
         });
     }
 
-    /// Gives what a mask says of each pair of query and key to somebody who does something with it.
+    /// Calls `body` for each pair of query and key, column by column, with whether the mask leaves
+    /// it visible.
     pub(crate) fn each_seen(
         &self,
         k: &mut Builder,

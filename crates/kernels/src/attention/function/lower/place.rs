@@ -1,4 +1,7 @@
-//! Elements of the tensors that a function loads from.
+//! Addresses and loads of elements of captured tensors, the tensors that a function loads from.
+//!
+//! An address is built up as the indices become known, level by level (`run`). An index out of
+//! bounds does not branch: element 0 of that dimension is loaded and replaced by zero.
 
 use ptx::{
     BF16x2, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress, LoadHint, Pred, Reg,
@@ -9,7 +12,7 @@ use super::Computed;
 use crate::attention::function::node::Stored;
 use crate::element::load_as_f32;
 
-/// A tensor that is loaded from.
+/// The launch parameters of a captured tensor; strides are in elements.
 #[derive(Clone)]
 pub(super) struct TensorRegisters {
     pub(super) stored: Stored,
@@ -18,19 +21,20 @@ pub(super) struct TensorRegisters {
     pub(super) strides: Vec<Reg<U64>>,
 }
 
-/// Where an element lies, as far as some of its indices say.
+/// The address of an element as far as some of its indices determine it.
 #[derive(Clone)]
 pub(super) struct Place {
-    /// From here on; of a column, which stands beside the row's, nowhere yet.
+    /// The address that `offset` counts from. `None` for the part of the address that the column's
+    /// indices contribute, which is added to the part of each row.
     pub(super) address: Option<Reg<GlobalAddress>>,
-    /// Bytes on.
+    /// Bytes from `address`.
     pub(super) offset: Option<Value<U64>>,
-    /// Whether these indices are inside.
+    /// Whether these indices are all within the tensor's extents.
     pub(super) within: Option<Value<Pred>>,
 }
 
 impl Place {
-    /// One more index.
+    /// Adds the index of one more dimension.
     pub(super) fn step(
         &mut self,
         k: &mut Builder,
@@ -38,10 +42,10 @@ impl Place {
         dimension: usize,
         index: Value<S32>,
     ) {
-        // Those below zero are beyond every extent.
+        // As unsigned numbers, negative indices are beyond every extent.
         let index = k.eval(index.reinterpret::<U32>());
         let inside = k.eval(index.less(tensor.extents[dimension]));
-        // There is an element to be loaded all the same: no branch.
+        // Index 0 is loaded instead of one out of bounds, which saves a branch.
         let near = k.eval(inside.choose::<U32>(index, 0u32));
         let stride = tensor.strides[dimension] * tensor.stored.bytes();
         let step = k.eval(near.convert::<U64>() * stride);
@@ -49,7 +53,7 @@ impl Place {
         *self = self.clone().and(step);
     }
 
-    /// With further indices.
+    /// Combines two places that were determined by different indices.
     pub(super) fn and(self, other: Place) -> Place {
         let both = |a: Option<Value<U64>>, b: Option<Value<U64>>| match (a, b) {
             (Some(a), Some(b)) => Some(a + b),
@@ -65,7 +69,7 @@ impl Place {
         }
     }
 
-    /// The same in as few registers as can be.
+    /// Evaluates the place into as few registers as possible.
     pub(super) fn computed(self, k: &mut Builder) -> Place {
         let (address, offset) = match (self.address, self.offset) {
             (Some(address), Some(offset)) => (Some(k.eval(address + offset)), None),
@@ -74,7 +78,7 @@ impl Place {
         Place { address, offset, within: self.within.map(|within| k.eval(within).into()) }
     }
 
-    /// Its address, and whether it is inside of its tensor.
+    /// Returns the element's address, and whether all indices are within the tensor.
     fn found(self, k: &mut Builder) -> (Value<GlobalAddress>, Reg<Pred>) {
         let Place { address, offset, within } = self;
         let address = address.expect("a tensor lies somewhere");
@@ -85,7 +89,7 @@ impl Place {
         (place, k.eval(within.expect("a tensor has dimensions")))
     }
 
-    /// The element, zero where an index is outside.
+    /// Loads the element; zero (or false) if an index is out of bounds.
     pub(super) fn load(self, k: &mut Builder, tensor: &TensorRegisters) -> Computed {
         let (place, within) = self.found(k);
         match tensor.stored {
@@ -114,7 +118,8 @@ impl Place {
     }
 }
 
-/// Two neighbours, so many columns on.
+/// Loads two neighbouring elements with one instruction, `column` elements after the address
+/// `first`.
 pub(super) fn load_pair(
     k: &mut Builder,
     stored: Stored,

@@ -1,4 +1,8 @@
-//! A function over one thread's scores: what no column changes first, then column after column.
+//! Evaluation of a function over one thread's scores.
+//!
+//! Nodes of the tile and row levels are computed first, when a [`Run`] is created; then each column
+//! is visited in order, and within it each score. A load whose indices belong to several levels is
+//! put together step by step: each level adds its indices' part of the address.
 
 use std::collections::HashMap;
 
@@ -11,27 +15,29 @@ use crate::attention::Score;
 use crate::attention::function::node::{Binary, Constant, Id, Node, Symbol};
 use crate::attention::function::window::Sum;
 
-/// The values of nodes; nothing where a level has not come to them.
+/// Values by node; `None` where nothing was computed at this level.
 pub(super) type Values = Vec<Option<Computed>>;
 
-/// A function over one thread's scores.
+/// A function being evaluated over one thread's scores.
 #[derive(Clone)]
 pub(super) struct Run<'a> {
     function: &'a FunctionRegisters,
     standing: &'a Standing<'a>,
+    /// Values of the tile level.
     tile: Values,
+    /// Values of the row level, by row.
     rows: Vec<Values>,
-    /// Where pairs of neighbours are loaded together, in whose row.
+    /// Where neighbours are loaded in pairs, the address of each pair load in the first column.
     pairs: Option<HashMap<Pair, Reg<GlobalAddress>>>,
-    /// The second of each pair, until its column comes.
+    /// The second element of each pair that was loaded, until its column is visited.
     second: HashMap<Pair, Computed>,
 }
 
-/// A load of two neighbours, and the row it is of, unless it is the same in all.
+/// The node of a pair load and its row; `None` if the load is the same in all rows.
 type Pair = (usize, Option<usize>);
 
 impl<'a> Run<'a> {
-    /// What depends on no column is computed.
+    /// Starts an evaluation: computes the nodes that do not depend on the column.
     pub(super) fn new(
         k: &mut Builder,
         function: &'a FunctionRegisters,
@@ -49,8 +55,9 @@ impl<'a> Run<'a> {
         run
     }
 
-    /// Whether pairs can be loaded as they lie, in the whole warp: the tensors have no gaps between
-    /// neighbours, every row begins at an even place, and no index is outside.
+    /// Returns whether all lanes of the warp can load neighbours in pairs: elements of a row are
+    /// contiguous, every row is aligned to a pair, and no index is out of bounds. `None` if the
+    /// function has no load that could be done in pairs.
     pub(super) fn pairs_lie_together(
         &self,
         k: &mut Builder,
@@ -90,7 +97,8 @@ impl<'a> Run<'a> {
         all.map(|all| k.all(all))
     }
 
-    /// With the addresses of the first column's pairs: the others are so many bytes on.
+    /// Switches to loading in pairs: computes the addresses of the pairs in the first column, from
+    /// which those in other columns have constant offsets.
     pub(super) fn with_pairs(self, k: &mut Builder) -> Self {
         let mut pairs = HashMap::new();
         for (id, node) in self.function.nodes.iter().enumerate() {
@@ -114,7 +122,8 @@ impl<'a> Run<'a> {
         Run { pairs: Some(pairs), ..self }
     }
 
-    /// Gives what comes of each score to somebody, column after column.
+    /// Calls `body` for each score, column by column, with the values of the roots. `scores` are
+    /// sorted by column.
     pub(super) fn each(
         mut self,
         k: &mut Builder,
@@ -135,7 +144,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// An element of a pair: with the first comes the second.
+    /// Returns an element that is loaded as one of a pair: in the first column both are loaded, and
+    /// the second is kept for the next column.
     fn of_pair(
         &mut self,
         k: &mut Builder,
@@ -154,7 +164,8 @@ impl<'a> Run<'a> {
         first
     }
 
-    /// Computes the nodes of a level, of one row, column or score.
+    /// Computes what can be computed at one level, for one row, column or score: the nodes of that
+    /// level, and the parts of addresses and moving floats that later levels complete.
     fn compute(
         &mut self,
         k: &mut Builder,
@@ -214,7 +225,9 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// What indices of other levels have come to.
+    /// Returns the part of a load's address that indices of earlier levels determine; without any,
+    /// the start of the tensor. A column's part has no base address until it is combined with a
+    /// row's.
     fn place_before(
         &self,
         id: usize,
@@ -241,7 +254,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A sum of places as a float, in the first column.
+    /// Computes a sum of positions in the first column and converts it to a float.
     fn in_first_column(&self, k: &mut Builder, sum: Sum, row: Option<usize>) -> Value<F32> {
         let Standing { first_query, first_key, rows, query_length, key_length, .. } =
             *self.standing;
@@ -267,7 +280,8 @@ impl<'a> Run<'a> {
         k.eval(all.convert::<F32>()).into()
     }
 
-    /// The same in the column of a score.
+    /// Returns a moving float in the column of a score: its value in the first column plus the
+    /// column's offset.
     fn moved(
         &self,
         k: &mut Builder,
@@ -289,6 +303,7 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Returns the value of a node that was completely computed at this or an earlier level.
     fn find(&self, id: Id, values: &Values, row: Option<usize>) -> Computed {
         let of_row = row.and_then(|row| self.rows.get(row));
         let levels = [Some(values), of_row, Some(&self.tile)];
@@ -297,6 +312,7 @@ impl<'a> Run<'a> {
         whole.expect("a node comes after those that it is made of")
     }
 
+    /// Computes a node other than a load from the values of its inputs.
     fn node(
         &self,
         k: &mut Builder,
@@ -374,6 +390,7 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Returns the value of a node that is an integer constant.
     fn constant(&self, id: Id) -> Option<i32> {
         match self.function.nodes[id as usize] {
             Node::Constant(Constant::I32(value)) => Some(value),
@@ -381,13 +398,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Whether a node is known never to be negative: places are not, nor what is left of them.
+    /// Returns whether an integer node is known not to be negative: symbols are not, nor are their
+    /// quotients and remainders by positive constants.
     fn is_positive(&self, id: Id) -> bool {
         match self.function.nodes[id as usize] {
             Node::Symbol(symbol) => symbol != Symbol::Score,
             Node::Constant(Constant::I32(value)) => value >= 0,
             Node::Binary(Binary::Divide | Binary::Remainder, a, b) => {
-                // One step is looked at, so that this ends soon.
+                // Only the direct operand is examined, which bounds the search.
                 let place = matches!(self.function.nodes[a as usize], Node::Symbol(_));
                 place && self.constant(b).is_some_and(|by| by > 0)
             }
