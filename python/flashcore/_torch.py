@@ -89,7 +89,8 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 
 
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
-    """What can be said of tensors that have no memory; the rest is said when there is one."""
+    """Returns an output of the right shape for tensors without memory, after the checks that shapes
+    and types allow; the kernels check the rest."""
     q, k, v = _gradients.parts(q, k, v)
     names = _flashcore.tensor_names(others[-2])[:3] if len(others) > 2 else ("q", "k", "v")
     if q.dtype not in (*_FLOATS, *SMALL_FLOATS):
@@ -210,7 +211,7 @@ for _overload, _tensors in (
 
 
 def is_recorded(*tensors: Any) -> bool:
-    """Whether autograd records what is done with tensors."""
+    """Returns whether autograd records operations on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -221,7 +222,8 @@ def is_recorded(*tensors: Any) -> bool:
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Attention through the dispatcher. Packed tensors are followed by None."""
+    """Computes attention through PyTorch's dispatcher. A packed tensor is followed by None for each
+    tensor packed into it."""
     if len(tensors) > 15:
         # The operators write nothing that they are given.
         tensors, out = tensors[:15], tensors[15]
@@ -260,8 +262,8 @@ def attend(
 def record(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Attention that autograd records, of tensors that are PyTorch's own and that no mode has to see.
-    Packed tensors are followed by None."""
+    """Computes attention recorded by autograd, on plain PyTorch tensors and without active modes. A
+    packed tensor is followed by None for each tensor packed into it."""
     q, k, v = tensors[:3]
     meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
     if meta or torch._C._are_functorch_transforms_active():
@@ -296,8 +298,8 @@ def record(
 
 
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of which the first three have the element type that autocast chooses, where it is on
-    and one of them is float32; sinks and slopes stay as they are."""
+    """Casts the first three tensors to the element type of autocast, if it is on and one of them is
+    float32; sinks and slopes stay as they are."""
     first = tensors[0]
     if not isinstance(first, torch.Tensor) or first.is_meta:
         return tensors
@@ -312,7 +314,7 @@ def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
-    """Refuses gradients of what is in a cache."""
+    """Refuses gradients of tensors in a KV cache."""
     if function.startswith("flash_attn_with_kvcache"):
         _refuse_gradients(("q", "k_cache", "v_cache", *_LISTS), tensors)
 
@@ -325,7 +327,7 @@ _PAGES = (
 
 
 def _refuse_small(tensors: tuple[Any, ...], function: str) -> None:
-    """Refuses gradients of what has 8 bits."""
+    """Refuses gradients of 8-bit tensors."""
     if _has_small(*tensors[:3]):
         raise NotImplementedError(_small_reason(tensors, function))
 
@@ -338,7 +340,7 @@ def _has_small(q: Any, k: Any, v: Any) -> bool:
 
 
 def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
-    """Why what has 8 bits has no gradients."""
+    """Returns the error message for gradients of 8-bit tensors."""
     names = zip(_flashcore.tensor_names(function)[:3], tensors)
     name, dtype = next((name, it.dtype) for name, it in names if it is not None and it.dtype in _SMALL)
     return (
@@ -348,7 +350,7 @@ def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
 
 
 def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
-    """Refuses what PyTorch's registered operators do not serve."""
+    """Refuses function transforms that PyTorch's registered operators do not support."""
     if any(tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
         raise NotImplementedError(
             "torch.func.grad and its kin are not supported, expected torch.autograd; torch.vmap is"
@@ -356,7 +358,8 @@ def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-    """New keys and values through the dispatcher: the queries, rotated or None, and the lengths."""
+    """Appends keys and values through the dispatcher; returns the rotated queries or None, and the
+    lengths."""
     names = ("k_cache", "v_cache", "k", "v", "q", "cache_seqlens")
     for name, tensor in zip(names, tensors):
         if tensor is None:
@@ -372,7 +375,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 
 def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
-    """Parts put together through the dispatcher."""
+    """Combines partial results through the dispatcher."""
     _refuse_gradients(("out_partial", "lse_partial", "out"), tensors)
     out_partial, lse_partial, out = tensors
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -390,13 +393,13 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def merge(tensors: tuple[Any, ...]) -> Any:
-    """Two answers put together through the dispatcher."""
+    """Merges two attention results through the dispatcher."""
     _refuse_gradients(("out_a", "lse_a", "out_b", "lse_b"), tensors)
     return _gradients.operators.merge(*tensors)
 
 
 def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
-    """Refuses tensors whose gradients would be lost."""
+    """Refuses tensors that require grad, since their gradients would be lost."""
     for name, tensor in zip(names, tensors):
         if is_recorded(tensor):
             raise NotImplementedError(
@@ -406,12 +409,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
 
 
 def is_small(tensor: Any) -> bool:
-    """Whether it has 8 bits."""
+    """Returns whether something is a tensor of 8-bit elements."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL
 
 
 def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
-    """Refuses factors of another shape or type than one of these."""
+    """Refuses descale factors that are not float32 or have none of the given shapes."""
     for name, it in factors.items():
         if it is None:
             continue
@@ -425,17 +428,17 @@ def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
 
 
 def sixteen_bits(tensor: Any) -> Any:
-    """The same numbers, where there are 8."""
+    """Converts 8-bit tensors to bfloat16; others are returned as they are."""
     return tensor.to(torch.bfloat16) if is_small(tensor) else tensor
 
 
 def widen(tensor: Any) -> Any:
-    """Numbers of 16 bits as float32."""
+    """Converts 16-bit tensors to float32; others are returned as they are."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def refuse_odd(name: str, thing: Any) -> None:
-    """Refuses a tensor of PyTorch's whose elements do not lie step by step, or stand for other numbers."""
+    """Refuses a PyTorch tensor that is sparse, nested or quantized."""
     if not isinstance(thing, torch.Tensor):
         return
     if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
@@ -444,16 +447,17 @@ def refuse_odd(name: str, thing: Any) -> None:
 
 
 def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that stands for other numbers than its memory has, where it is written."""
+    """Refuses to write to a tensor whose values are not those of its memory (negative bit, zero
+    tensor)."""
     if not is_compiling() and (tensor.is_neg() or tensor._is_zerotensor()):
         raise TypeError(f"{name} stands for other numbers than its memory has, expected one that can be written: clone it")
 
 
 def is_tensor(thing: Any) -> bool:
-    """Whether something is a tensor of PyTorch's."""
+    """Returns whether something is a PyTorch tensor."""
     return isinstance(thing, torch.Tensor)
 
 
 def full(count: int, value: int, like: Any) -> Any:
-    """A list of one number on the device of a tensor."""
+    """Returns an int32 list of ``count`` equal numbers on the device of a tensor."""
     return torch.full((count,), value, dtype=torch.int32, device=like.device)
