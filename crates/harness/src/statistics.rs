@@ -80,8 +80,8 @@ fn floor(milliseconds: f64) -> f64 {
 
 /// Returns half the width of the 95 % confidence interval of the median, for a few samples with
 /// outliers: these widen the deviation but do not move the median, so the estimate errs on the side
-/// of noise. A trend counts too: the interval is at least the difference between the medians of the
-/// two halves.
+/// of noise. A trend counts too: the interval is at least as wide as the difference between the
+/// medians of the two halves.
 fn spread_of_median(samples: &[f64]) -> f64 {
     let count = samples.len();
     if count < 2 {
@@ -104,7 +104,7 @@ fn student(freedom: usize) -> f64 {
     TABLE.get(freedom.saturating_sub(1)).copied().unwrap_or(2.12)
 }
 
-/// The geometric mean; 1 of nothing.
+/// Returns the geometric mean; 1 if there are no numbers.
 pub fn geometric_mean(numbers: impl IntoIterator<Item = f64>) -> f64 {
     let logs: Vec<f64> = numbers.into_iter().map(f64::ln).collect();
     if logs.is_empty() { 1.0 } else { (logs.iter().sum::<f64>() / logs.len() as f64).exp() }

@@ -23,7 +23,7 @@ use crate::verify::{POISON, Truth, Wrong};
 pub struct Contract {
     /// Element, head dims, mask and scores; lengths and heads are chosen by the gate.
     pub model: Problem,
-    /// How sequences may lie.
+    /// The storages of sequences that the kernel serves.
     pub storage: Stored,
     /// Whether the kernel is meant for one or a few queries of each sequence (decode).
     pub few_queries: bool,
@@ -190,7 +190,7 @@ impl Contract {
     }
 }
 
-/// How sequences may lie.
+/// Storages of sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stored {
     /// Padded: a batch entry for each, all of the same length.
