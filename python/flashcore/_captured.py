@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Scores that are in memory at a time.
+# The maximum number of scores in memory at a time.
 MOST_SCORES = 1 << 24
 
 
@@ -31,9 +31,9 @@ def gradients(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     mask, score = [_parsed(text) if text else None for text in texts]
     if score is None:
-        # A mask alone: what it sees does not change a little.
+        # A mask alone: visibility is piecewise constant, so the gradients are zero.
         return [torch.zeros_like(it) if want else None for it, want in zip(captured, wanted)]
-    # Sums are of float32, whatever the tensors are of.
+    # Gradients are summed in float32, whatever the element types.
     leaves = [it.detach().float().requires_grad_() if want else it.detach() for it, want in zip(captured, wanted)]
     asked = [leaf for leaf, want in zip(leaves, wanted) if want]
     sums = [torch.zeros_like(leaf) for leaf in asked]

@@ -40,7 +40,8 @@ def attend(
         return None
     q, k, v = parts
     if q.shape[-1] > _WIDEST or q.shape[-1] != k.shape[-1] or not v.shape[-1]:
-        # Nothing serves them, and zeros behind them would only hide it; the error says so.
+        # No kernel serves these head dims; padding would only hide that, so the call itself reports
+        # it.
         return None
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
@@ -80,7 +81,7 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
         return None
     k_cache, v_cache, k, v, q = (*caches, *rows)
     for name, tensor, of, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache), ("q", q, "k_cache", k_cache)):
-        # Which zeros behind them would hide.
+        # Padding with zeros would hide that the head dims differ.
         if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")
     filled = tuple(_filled(tensor) for tensor in caches)
@@ -142,7 +143,7 @@ def _check_writable(name: str, tensor: Any) -> None:
     # In elements for PyTorch, in bytes for NumPy.
     within = 1 if _is_torch(tensor) else tensor.dtype.itemsize
     for step, size in sorted((abs(step), size) for size, step in zip(tensor.shape, steps) if size > 1):
-        # A step that is shorter than all that lies within it leads to an element that was there before.
+        # A stride shorter than the extent of the smaller strides leads to an element seen before.
         if step < within:
             raise ValueError(f"{name} has elements that share memory, expected one place for each")
         within += (size - 1) * step

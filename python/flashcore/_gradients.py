@@ -17,15 +17,16 @@ import torch
 from . import _flashcore
 from ._arguments import window
 
-# The operators are named after the package, of which a process may have two: one may be from a hub.
+# The operators are named after the package, since a process may have two of it: one may come from a
+# hub.
 NAMESPACE = __name__.partition(".")[0]
 operators: Any = getattr(torch.ops, NAMESPACE)
 NUMBERS, LISTS = 8, 12
-# Where sinks are among the lists.
+# The index of sinks among the lists.
 SINKS = 8
 NONE = (None,) * LISTS
 _HEADS_FIRST = "scaled_dot_product_attention"
-# What a plain call has beyond scale and causal mask.
+# The arguments of a plain call beyond scale and causal flag.
 PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func", False)
 
 
@@ -77,7 +78,7 @@ def empty_gradients(
     The kernels write those too that nobody needs; what these hold elsewhere does not matter.
     """
     q, k, v = separate
-    # Rows of no sequence; keys behind the last query's.
+    # Not written: rows that belong to no sequence, and keys beyond the last query.
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
     some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
     some = some or _hides_keys(q, k, causal, function)
@@ -144,7 +145,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         else:
             lists = (*lists, slopes, sinks)
             out, lse = forward((q, k, v), lists, numbers, function, True)
-            # Each tensor that is saved costs time, and each that is not there as much.
+            # Saving a tensor costs time, and so does saving None.
             ctx.save_for_backward(q, k, v, out, lse, *lists)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -159,7 +160,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         if dout is None:
             return NONE[:6]
         _, numbers, function, deterministic, _ = ctx.call
-        # Where somebody may want to differentiate this, the operator says what it thinks of that.
+        # If the backward pass is itself recorded, the operator is called, which refuses second
+        # derivatives.
         direct = not torch.is_grad_enabled() and are_ordinary((dout,))
         needed = (q_needed, k_needed, v_needed, sinks_needed)
         if not any(needed):
@@ -200,9 +202,9 @@ class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
         raise NotImplementedError(ctx.reason)
 
 
-# PyTorch's own `apply` looks through the arguments in Python first, for what :func:`unwrap` finds.
+# PyTorch's own `apply` first searches the arguments in Python for what :func:`unwrap` handles.
 record: Any = super(torch.autograd.Function, Attention).apply
-# Of a tensor that has left a transformation of `torch.func`, the one inside.
+# Returns the inner tensor of one that has left a `torch.func` transform.
 unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 
@@ -259,7 +261,7 @@ def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
     q, k, v, out, lse, *lists = ctx.saved_tensors
     call = (*ctx.numbers, *lists, *ctx.rest)
     if lse is None:
-        # The operator without log-sum-exps was called, which saved none.
+        # The operator without log-sum-exps was called, so none were saved.
         _, lse = operators.attention_with_lse.all(q, k, v, *call)
     gradients = _by_operator(dout, (q, k, v, out, lse), call, needed)
     answer[:3] = gradients[:3]
@@ -285,7 +287,7 @@ def vectorize(operator: Any, batches: int) -> Any:
         tensors, others = arguments[:batches], arguments[batches:]
         alone = [isinstance(other, torch.Tensor) for other in others]
         if not any(alone):
-            # One more dimension of the batch.
+            # Fold the mapped dimension into the batch.
             folded = (_fold(it, at, size) for it, at in zip(tensors, in_dims))
             result = operator(*folded, *others)
             return _each(result, lambda it: it.unflatten(0, (size, it.shape[0] // size)))

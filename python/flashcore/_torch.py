@@ -45,7 +45,7 @@ _CALL = (
     f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, str function, bool deterministic"
 )
 _ALL = f"(Tensor q, Tensor? k, Tensor? v, {_CALL})"
-# The dispatcher looks at each argument that there is, so the plain call has an overload of its own.
+# The dispatcher inspects every argument, so the plain call has an overload with few of them.
 for _overload, _arguments in (("", _FEW), (".all", _ALL)):
     _library.define(f"attention{_overload}{_arguments} -> Tensor", tags=_TAGS)
     _library.define(f"attention_with_lse{_overload}{_arguments} -> (Tensor, Tensor)", tags=_TAGS)
@@ -55,7 +55,8 @@ _library.define(
     f"{_CALL}, bool[] needed) -> Tensor[]",
     tags=_TAGS,
 )
-# The queries, rotated, or nothing in an empty tensor: an answer is no input. And the new lengths.
+# Returns the rotated queries (an empty tensor if there is no rotation, since an operator must not
+# return its input) and the new lengths.
 _library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_k_new, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
@@ -97,7 +98,7 @@ def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
         raise TypeError(f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
     for name, tensor in zip(names[1:], (k, v)):
         _check_like(name, tensor, q, names[0])
-    # Behind the scale and the causal mask: six numbers, and where packed queries begin.
+    # ``others`` begins with the scale and the causal flag, then six numbers, then ``cu_seqlens_q``.
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
         raise ValueError(f"{names[0]} has {q.dim()} dimensions, expected {expected}")
@@ -119,7 +120,7 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 
 def _append(*arguments: Any) -> Any:
     interleaved, advancing, most = arguments[15:]
-    # A causal mask stands for all that makes queries advance.
+    # The causal flag stands for everything that gives queries successive positions.
     flags = (interleaved, advancing, (-1, -1), 0, False, most)
     rotated, lengths = _flashcore.append(arguments[:15], flags, "dispatcher")
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
@@ -172,9 +173,10 @@ def _check_like(name: str, tensor: Any, other: Any, first: str = "q") -> None:
         raise ValueError(f"{name} is on {tensor.device}, expected {other.device} like {first}")
 
 
-# Those that write into their arguments have no derivatives that could be registered.
+# Operators that write into their arguments; no derivative can be registered for them.
 _MUTABLE = ("append", "combine_out")
-# What PyTorch can call without entering Python, on the device where the host's time counts.
+# Kernels that PyTorch calls without entering Python, registered for CUDA, where the host's time
+# counts.
 _kernels = _flashcore.Kernels.register(torch._C.__file__, _gradients.NAMESPACE, "CUDA")
 _native = () if _kernels is None else _kernels.operators
 
@@ -196,7 +198,8 @@ for _name, _run, _fake in (
     if _name in ("combine", "merge"):
         torch.library.register_autograd(_operator, _no_backward, lib=_library)
 
-# Operators of attention, and how many of their first arguments are tensors with a batch entry each.
+# The attention operators, and how many of their leading arguments are tensors with a batch
+# dimension.
 for _overload, _tensors in (
     (_gradients.operators.attention.default, 3),
     (_gradients.operators.attention.all, 3),
@@ -225,7 +228,7 @@ def attend(
     """Computes attention through PyTorch's dispatcher. A packed tensor is followed by None for each
     tensor packed into it."""
     if len(tensors) > 15:
-        # The operators write nothing that they are given.
+        # The operators do not write to their arguments: the result is copied to ``out``.
         tensors, out = tensors[:15], tensors[15]
         refuse_unwritable("out", out)
         result = attend(tensors, numbers, function, lse, deterministic)
@@ -282,7 +285,7 @@ def record(
                 break
     paged = len(tensors) > 9 and tensors[9] is not None
     if paged or _has_small(q, k, v):
-        # As in FlashAttention: there is an answer, and no backward pass.
+        # As in FlashAttention: the output is computed, and there is no backward pass.
         reason = _PAGES if paged else _small_reason((q, k, v), function)
         return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
     if torch._C._is_any_autocast_enabled():

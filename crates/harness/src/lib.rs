@@ -38,7 +38,8 @@ use cuda::Cache;
 use flashcore::Progress;
 use flashcore::gpu::{Gpu, GpuError, Policy};
 
-/// Opens the first GPU of this machine, with the exact machine code of a kernel for every launch.
+/// Opens the first GPU of this machine; kernels are compiled in full before their first use, so
+/// that every launch runs the same machine code.
 pub fn open_gpu() -> Result<Gpu, GpuError> {
     Gpu::with_policy(0, Cache::from_environment(), Policy::AtOnce)
 }
