@@ -22,7 +22,7 @@ import torch
 import flashcore.compat
 
 FILES = ("tests/test_flash_attn.py", "hopper/test_flash_attn.py")
-# What these tests are about is not in the functions.
+# Tests whose subject lies outside of the public functions, each with that subject.
 OUTSIDE = {
     "test_flash3_bw_compatibility": "schemas of their operators",
     "test_flash_attn_varlen_paged_kv_num_splits": "a function of their extension",

@@ -13,7 +13,7 @@ FlashAttention-4 is the wheel flash-attn-4, unpacked into the folder that the va
 """
 import argparse, math, os, statistics, sys, time
 
-# Nothing that an earlier process compiled.
+# Do not reuse what an earlier process compiled.
 os.environ["FLASHCORE_CACHE"] = "off"
 os.environ["CUDA_CACHE_DISABLE"] = "1"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
@@ -24,7 +24,7 @@ import flashcore
 from torch.nn.attention import flex_attention as theirs
 
 WARM_UP = 3
-# Cycles that the GPU waits while the host puts a call and the marks around it on the stream.
+# Cycles that the GPU waits while the host enqueues a call and the events around it.
 HEAD_START = 200_000
 SHAPES = ["4x16x4096x128", "1x16x16384x128", "4x32x4096x64", "1x32x16384x64"]
 DOCUMENTS = 7
@@ -260,7 +260,7 @@ def main():
     flush = torch.zeros(2, torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.float32, device="cuda")
     which = "backward" if options.backward else "forward"
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {which}, cold L2, {options.rounds} rounds")
-    # Whoever is first opens the device and its libraries: no part of a function.
+    # The first call opens the device and its libraries, which is not part of a function's cost.
     warm = [torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     flashcore.flash_attn_func(*(x.transpose(1, 2) for x in warm))
     rows = []

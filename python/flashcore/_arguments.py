@@ -1,4 +1,5 @@
-"""Arguments as they are given: what FlashCore does not serve is refused by name, never ignored."""
+"""Checking and normalising of scalar arguments: what FlashCore does not serve is refused by name,
+never ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _REASONS = {
 
 
 def refusal(name: str, value: object, default: object) -> NotImplementedError:
-    """The error for a value that is not served."""
+    """Returns the error for a value that is not served."""
     reason = f": {_REASONS[name]}" if name in _REASONS else ""
     return NotImplementedError(f"{name}={shown(value)} is not supported yet, expected {default!r}{reason}")
 
@@ -40,7 +41,7 @@ def refuse(**arguments: object) -> None:
 
 
 def _equal(value: object, default: object) -> bool:
-    """Whether a value is the default: of a tensor, not asked."""
+    """Returns whether a value is the default; a tensor never is, and is not compared."""
     if value is None or default is None:
         return value is default
     try:
@@ -50,16 +51,16 @@ def _equal(value: object, default: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as one would type it, if that is short; else what it is."""
+    """Formats a value as one would type it if that is short, otherwise by its type."""
     if isinstance(value, (tuple, list)) and len(value) < 4:
         return f"({', '.join(map(shown, value))})"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value)}"
 
 
 def by_keyword(rare: Mapping[str, Any]) -> Callable[[_F], _F]:
-    """Shows what a function takes by keyword, with defaults, in the place of the dictionary that it takes
-    last. Python looks up each default of a keyword-only argument in every call, which takes longer than
-    all else that it does for one; few calls give any."""
+    """Replaces the ``**kwargs`` of a function's visible signature by keyword-only parameters with
+    their defaults. Real keyword-only parameters would cost more than everything else that Python
+    does in a call, since each default is looked up in every call, and few calls give any."""
 
     def show(function: _F) -> _F:
         signature = inspect.signature(function)
@@ -73,7 +74,8 @@ def by_keyword(rare: Mapping[str, Any]) -> Callable[[_F], _F]:
 
 
 def rarely(function: str, rare: dict[str, Any], given: Mapping[str, object]) -> Any:
-    """What was given by keyword, and the defaults of what was not, in their order."""
+    """Returns the values of all keyword arguments in their order: those given, and defaults for the
+    others."""
     for name in given:
         if name not in rare:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -81,7 +83,7 @@ def rarely(function: str, rare: dict[str, Any], given: Mapping[str, object]) -> 
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, Python's or NumPy's."""
+    """Returns a boolean of Python's or NumPy's, or raises an error that names the argument."""
     if isinstance(value, bool):
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
@@ -90,15 +92,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def invariant(function: str, batch_invariant: Any) -> str:
-    """The name of a function under which it is called: with what its results must not depend on."""
+    """Returns the name under which a function is called, with a suffix if it must be
+    batch-invariant."""
     if batch_invariant is False or not flag("batch_invariant", batch_invariant):
         return function
     return f"{function}, batch_invariant"
 
 
 def hints(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
-    """Refuses what is no hint. FlashAttention chooses kernels by them; FlashCore's plan does so by
-    itself, and the answer is the same."""
+    """Checks the types of FlashAttention's hints. FlashCore's planner chooses kernels by itself,
+    and the result is the same."""
     for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
         whole(name, value)
     if pack_gqa is not None:
@@ -106,7 +109,7 @@ def hints(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
 
 
 def shape_of(value: Any) -> Any:
-    """The shape of a tensor; None of what is no tensor, or has no shape, as nested tensors have none."""
+    """Returns the shape of a tensor; None for anything without one, nested tensors included."""
     if isinstance(value, type):
         return None
     try:
@@ -117,7 +120,7 @@ def shape_of(value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number, as a number of Python's."""
+    """Returns an integer as a Python ``int``, or raises an error that names the argument."""
     try:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):
@@ -125,7 +128,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The value of an argument that has two names."""
+    """Returns the value of an argument that has two names, of which at most one may be given."""
     if value is None:
         return other
     if other is not None:
@@ -134,7 +137,7 @@ def either(name: str, value: Any, other_name: str, other: Any) -> Any:
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """Keys before and after a query's own, for PyTorch's operators, or an error that names it."""
+    """Returns the window as (left, right) with -1 for unbounded, as PyTorch's operators take it."""
     if window_size is None:
         return -1, -1
     if hasattr(window_size, "tolist"):

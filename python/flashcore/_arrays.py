@@ -17,7 +17,7 @@ def attend(
     deterministic: bool = False,
     rules: tuple[Any, ...] | None = None,
 ) -> Any:
-    """Output, or output and log-sum-exps, of the kind that the queries are."""
+    """Computes attention; results are arrays of the library of the queries."""
     if _is_for_xla(tensors):
         if rules is not None:
             raise NotImplementedError(
@@ -55,7 +55,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 
 def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
-    """Parts put together."""
+    """Combines partial results."""
     exchange = _Exchange(tensors[0])
     out = tensors[2]
     if exchange.numpy and (name == "bfloat16" or (out is not None and _is_bfloat16(out))):
@@ -66,7 +66,7 @@ def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
 
 
 def merge(tensors: tuple[Any, ...]) -> Any:
-    """Two answers put together."""
+    """Merges two attention results."""
     exchange = _Exchange(tensors[0])
     given = exchange.give(tensors, ("out_a", "lse_a", "out_b", "lse_b"))
     output, sums = _flashcore.merge(given, exchange.entrance())
@@ -74,7 +74,7 @@ def merge(tensors: tuple[Any, ...]) -> Any:
 
 
 def full(name: str, count: int, value: int, like: Any) -> Any:
-    """A list of one number."""
+    """Returns a list of equal numbers."""
     namespace = _namespace(like)
     if not hasattr(namespace, "full"):
         raise TypeError(f"{name} is a number, expected a list: {type(like)} has no function `full`")
@@ -82,24 +82,24 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
 
 
 def can_copy(array: Any) -> bool:
-    """Whether its library pads and joins arrays, and takes results over."""
+    """Returns whether an array's library can pad and concatenate arrays, and import results."""
     functions = ("pad", "concatenate", "from_dlpack")
     return hasattr(array, "dtype") and all(hasattr(_namespace(array), it) for it in functions)
 
 
 def pad(array: Any, columns: int) -> Any:
-    """An array with so many zeros behind each vector."""
+    """Pads the last dimension with ``columns`` zeros."""
     widths = [(0, 0)] * (len(array.shape) - 1) + [(0, columns)]
     return _namespace(array).pad(array, widths)
 
 
 def join(arrays: list[Any]) -> Any:
-    """Vectors one behind the other."""
+    """Concatenates arrays along the last dimension."""
     return _namespace(arrays[0]).concatenate(arrays, -1)
 
 
 def widen(array: Any) -> Any:
-    """Numbers of 16 bits as float32."""
+    """Converts 16-bit arrays to float32."""
     name = getattr(getattr(array, "dtype", None), "name", None)
     return array.astype("float32") if name in ("float16", "bfloat16") else array
 
@@ -109,7 +109,8 @@ _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "int8"}
 
 
 class _Exchange:
-    """How arrays go to and fro, after the first of them."""
+    """Conversion of a call's arrays to DLPack and of its results back, as the first array's library
+    does it."""
 
     def __init__(self, first: Any) -> None:
         self.numpy = _library(first) == "numpy"
@@ -175,7 +176,8 @@ def _namespace(array: Any) -> Any:
 
 
 def _bits(array: Any) -> str | None:
-    """The integers that the bits of an array are given as, where NumPy cannot export its elements."""
+    """Returns the integer type by which the bits of an array are passed, if NumPy cannot export its
+    type."""
     if _library(array) != "numpy":
         return None
     return _BITS.get(getattr(getattr(array, "dtype", None), "name", None) or "")

@@ -1,4 +1,5 @@
-"""Functions evaluated by PyTorch: what masks see, and gradients of the tensors that a score function loads from.
+"""Mask and score functions evaluated by PyTorch: the pairs that masks see, and the gradients of the
+tensors that a score function loads from.
 
 Kernels give those of queries, keys and values. These are PyTorch's: scores are computed again, some rows at a
 time, the function's text is evaluated over them by operations that autograd records, and what it gives is
@@ -14,24 +15,25 @@ from typing import Any
 
 import torch
 
-# Scores that are in memory at a time.
+# The maximum number of scores in memory at a time.
 MOST_SCORES = 1 << 24
 
 
 def gradients(
     saved: tuple[Any, ...], scale: float | None, texts: tuple[str, str], captured: Any, wanted: Any
 ) -> list[Any]:
-    """The gradient of each captured tensor that is wanted; nothing of the others. ``saved`` are the output's
-    gradient, queries, keys, values, the output and the log-sum-exps; ``texts`` the mask's and the score's."""
+    """Returns the gradient of each captured tensor that is wanted, None for the others. ``saved``
+    holds dO, queries, keys, values, the output and the log-sum-exps; ``texts`` those of the mask
+    and of the score."""
     dout, q, k, v, out, lse = saved
     batch, heads, queries, dim = q.shape
     key_heads, keys = k.shape[1:3]
     scale = 1 / math.sqrt(dim) if scale is None else scale
     mask, score = [_parsed(text) if text else None for text in texts]
     if score is None:
-        # A mask alone: what it sees does not change a little.
+        # A mask alone: visibility is piecewise constant, so the gradients are zero.
         return [torch.zeros_like(it) if want else None for it, want in zip(captured, wanted)]
-    # Sums are of float32, whatever the tensors are of.
+    # Gradients are summed in float32, whatever the element types.
     leaves = [it.detach().float().requires_grad_() if want else it.detach() for it, want in zip(captured, wanted)]
     asked = [leaf for leaf, want in zip(leaves, wanted) if want]
     sums = [torch.zeros_like(leaf) for leaf in asked]
@@ -67,7 +69,7 @@ def gradients(
 
 
 def pairs_seen(text: str, tensors: Any, shape: tuple[int, ...], device: Any = None) -> Any:
-    """What a mask says of every pair: (batch, heads, queries, keys) in bool."""
+    """Evaluates a mask for every pair: (batch, heads, queries, keys) in bool."""
     batch, heads, queries, keys = shape
     try:
         seen = torch.cat(list(_each_seen(text, tensors, shape, queries, device)), 1)
@@ -80,7 +82,7 @@ def pairs_seen(text: str, tensors: Any, shape: tuple[int, ...], device: Any = No
 
 
 def blocks_seen(text: str, tensors: Any, shape: tuple[int, ...], size: tuple[int, int]) -> Any:
-    """Which blocks some pair is seen of: (batch, heads, rows, columns) in int32."""
+    """Returns the blocks with a visible pair: (batch, heads, rows, columns) in int32."""
     batch, heads, queries, keys = shape
     rows, columns = (-(-length // step) for length, step in zip((queries, keys), size))
     found = []
@@ -91,7 +93,8 @@ def blocks_seen(text: str, tensors: Any, shape: tuple[int, ...], size: tuple[int
 
 
 def _each_seen(text: str, tensors: Any, shape: tuple[int, ...], step: int, device: Any) -> Any:
-    """What a mask says of so many queries at a time, over heads of all sequences: what it says."""
+    """Evaluates a mask for ``step`` queries at a time, over the heads of all sequences; yields each
+    part."""
     batch, heads, queries, keys = shape
     device = next((tensor.device for tensor in tensors), None) if device is None else device
     number, mask = torch.arange(batch * heads, device=device), _parsed(text)
@@ -102,7 +105,7 @@ def _each_seen(text: str, tensors: Any, shape: tuple[int, ...], step: int, devic
 
 
 class _At:
-    """Where some rows of scores stand: values over (head of a sequence, query, key)."""
+    """Coordinates of some rows of scores: tensors over (head of a sequence, query, key)."""
 
     def __init__(self, batch: Any, head: Any, rows: slice, keys: int, queries: int, device: Any) -> None:
         count = functools.partial(torch.arange, dtype=torch.int32, device=device)
@@ -122,7 +125,7 @@ class _At:
 
 
 class _Function:
-    """A function's text, read."""
+    """A parsed function text."""
 
     def __init__(self, text: str) -> None:
         words = text.replace("(", " ( ").replace(")", " ) ").split()
@@ -143,7 +146,7 @@ _parsed = functools.lru_cache(256)(_Function)
 
 
 def _nested(words: Any) -> list[Any]:
-    """What is inside of a bracket that was opened."""
+    """Parses the words inside an opened bracket."""
     inside: list[Any] = []
     for word in words:
         if word == ")":
@@ -176,7 +179,7 @@ def _constant(text: str, device: Any) -> Any:
 
 
 def _load(tensor: Any, names: list[Any], indices: list[Any], at: _At) -> Any:
-    """Elements of a tensor, zero outside of it."""
+    """Loads elements of a tensor, zero outside of its bounds."""
     dense = names[-2:] == ["query", "key"] and tensor.shape[-2] >= at.queries and tensor.shape[-1] >= at.keys
     if dense and all(name in ("batch", "head") for name in names[:-2]):
         # Whole rows: slices are differentiated faster than single elements.

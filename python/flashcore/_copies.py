@@ -1,4 +1,4 @@
-"""Tensors that no kernel reads as they are, served by copies of them.
+"""Calls on tensors whose layout no kernel reads, served on copies of them.
 
 Kernels read head dims that are multiples of 8 up to 256, whose elements lie side by side. Other head
 dims are filled up with zeros, which add nothing to scores; values that are wider are taken in pieces;
@@ -33,13 +33,15 @@ def attend(
     lse: Any,
     deterministic: bool,
 ) -> Any:
-    """The answer of ``call`` for copies of its first tensors, or None where these can be read."""
+    """Returns the result of ``call`` on copies of q, k and v, or None if kernels can read them as
+    they are."""
     parts = _parts(tensors[:3])
     if parts is None or not any(_is_odd(tensor) for tensor in parts):
         return None
     q, k, v = parts
     if q.shape[-1] > _WIDEST or q.shape[-1] != k.shape[-1] or not v.shape[-1]:
-        # Nothing serves them, and zeros behind them would only hide it; the error says so.
+        # No kernel serves these head dims; padding would only hide that, so the call itself reports
+        # it.
         return None
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
@@ -66,8 +68,8 @@ def attend(
 
 
 def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-    """The answer of ``call`` for copies of caches, new rows and queries, or None where these can be read.
-    What was written to copies of caches is written back."""
+    """Returns the result of ``call`` on copies of caches, new rows and queries, or None if kernels
+    can read them as they are. Copies of caches are written back."""
     caches, rows, others = tensors[:2], tensors[2:5], tensors[5:]
     given = [tensor for tensor in (*caches, *rows) if tensor is not None]
     if not all(_can_be_copied(tensor) for tensor in given) or any(it is None for it in caches):
@@ -79,7 +81,7 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
         return None
     k_cache, v_cache, k, v, q = (*caches, *rows)
     for name, tensor, of, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache), ("q", q, "k_cache", k_cache)):
-        # Which zeros behind them would hide.
+        # Padding with zeros would hide that the head dims differ.
         if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")
     filled = tuple(_filled(tensor) for tensor in caches)
@@ -92,7 +94,7 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
 
 
 def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
-    """Queries, keys and values, where they are tensors at all."""
+    """Returns queries, keys and values, or None if they are not all tensors."""
     for tensor in tensors:
         if tensor is not None and not _can_be_copied(tensor):
             return None
@@ -100,7 +102,8 @@ def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
 
 
 def separate(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Queries, keys and values: those that are packed into the one before are None."""
+    """Returns queries, keys and values as separate tensors; None stands for a tensor packed into
+    the one before it."""
     q, k, v = tensors
     if k is None:
         return q[..., 0, :, :], q[..., 1, :, :], q[..., 2, :, :]
@@ -110,7 +113,7 @@ def separate(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 
 def _can_be_copied(tensor: Any) -> bool:
-    """Whether it is a tensor of a library with functions for that."""
+    """Returns whether the tensor's library has the functions that copying needs."""
     if not shape_of(tensor):
         return False
     if _is_torch(tensor):
@@ -119,7 +122,7 @@ def _can_be_copied(tensor: Any) -> bool:
 
 
 def _check_out(out: Any, like: Any, shape: tuple[int, ...]) -> None:
-    """Refuses what an answer cannot be written to: there is no broadcasting, and no rounding."""
+    """Refuses an ``out`` of another shape or type: results are neither broadcast nor rounded."""
     if _is_torch(out) != _is_torch(like) or not _can_be_copied(out):
         raise TypeError(f"out is a {type(out)}, expected a tensor like the others")
     if tuple(out.shape) != shape:
@@ -140,7 +143,7 @@ def _check_writable(name: str, tensor: Any) -> None:
     # In elements for PyTorch, in bytes for NumPy.
     within = 1 if _is_torch(tensor) else tensor.dtype.itemsize
     for step, size in sorted((abs(step), size) for size, step in zip(tensor.shape, steps) if size > 1):
-        # A step that is shorter than all that lies within it leads to an element that was there before.
+        # A stride shorter than the extent of the smaller strides leads to an element seen before.
         if step < within:
             raise ValueError(f"{name} has elements that share memory, expected one place for each")
         within += (size - 1) * step
@@ -152,7 +155,7 @@ def _is_odd(tensor: Any) -> bool:
 
 
 def _gaps(tensor: Any) -> bool:
-    """Whether elements of the last dimension do not lie side by side."""
+    """Returns whether the last dimension has a stride other than one element."""
     shape: Any = getattr(tensor, "shape", ())
     if not len(shape) or shape[-1] < 2 or 0 in shape:
         return False
@@ -170,7 +173,8 @@ def _side_by_side(tensor: Any) -> Any:
 
 
 def _copied(copy: Callable[[], Any]) -> Any:
-    """A copy. On the CPU PyTorch has no error of its own for want of memory."""
+    """Runs a copy. On the CPU PyTorch has no error of its own for lack of memory; ``MemoryError``
+    is raised."""
     try:
         return copy()
     except RuntimeError as error:
@@ -180,7 +184,7 @@ def _copied(copy: Callable[[], Any]) -> Any:
 
 
 def _filled(tensor: Any) -> Any:
-    """The tensor with zeros up to a head dim that kernels have."""
+    """Pads the last dimension with zeros to a head dim that kernels have."""
     dim = tensor.shape[-1]
     missing = -dim % _MULTIPLE
     if missing == 0:
@@ -195,7 +199,7 @@ def _filled(tensor: Any) -> Any:
 
 
 def join(tensors: list[Any]) -> Any:
-    """Vectors one behind the other."""
+    """Concatenates tensors along the last dimension."""
     if _is_torch(tensors[0]):
         return torch.cat(tensors, -1)
     return _arrays.join(tensors)

@@ -101,7 +101,8 @@ def attend(
     rules: tuple[Any, ...],
     deterministic: bool = False,
 ) -> Any:
-    """Attention with functions: the output, or output and log-sum-exps."""
+    """Computes attention with mask and score functions; returns the output, or output and
+    log-sum-exps."""
 
     def again(
         tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
@@ -130,7 +131,7 @@ _known: Any = weakref.WeakKeyDictionary()
 
 
 def _of_pytorch(theirs: Any) -> BlockMask:
-    """PyTorch's own block mask: its lists of blocks, and its function within them."""
+    """Converts PyTorch's own block mask: its lists of blocks, and its function within them."""
     lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
     if lists is None:
         raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
@@ -144,7 +145,7 @@ def _of_pytorch(theirs: Any) -> BlockMask:
 
 
 def refuse_groups(query: Any, key: Any) -> None:
-    """Refuses fewer key heads."""
+    """Refuses fewer key heads than query heads."""
     # Each look at a shape makes a new one.
     given, expected = shape_of(key), shape_of(query)
     if given is None or expected is None:
@@ -332,7 +333,7 @@ def create_block_mask(
 
 
 def _of_function(argument: str, mask_mod: Any, sizes: tuple[Any, ...], blocks: tuple[int, int] = (128, 128)) -> BlockMask:
-    """The mask of a function, which the caller calls so."""
+    """Makes the mask of a function; errors call it by the name ``argument``."""
     B, H, queries, keys = (_size(name, size) for name, size in zip(("B", "H", "Q_LEN", "KV_LEN"), sizes))
     return BlockMask(mask_mod, B, H, (queries, keys), blocks, argument)
 
@@ -405,7 +406,8 @@ _STORED = {"bool": "bool", "float32": "f32", "float16": "f16", "bfloat16": "bf16
 
 
 def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
-    """A mask that is a tensor as rules: truth values say what is seen, numbers are added to scores."""
+    """Converts a mask tensor to rules: booleans say which pairs are visible, numbers are added to
+    scores."""
     shape = shape_of(attn_mask)
     if shape is None or not hasattr(attn_mask, "__dlpack__") or not hasattr(attn_mask, "__getitem__"):
         raise TypeError(f"attn_mask is a {type(attn_mask)}, expected a tensor")

@@ -56,7 +56,7 @@ def attend(
     rules: tuple[Any, ...],
     deterministic: bool = False,
 ) -> Any:
-    """Attention with functions through the dispatcher."""
+    """Computes attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
@@ -83,7 +83,7 @@ def block_lists(mask: Any) -> tuple[Any, ...] | None:
 
 
 def version_of(given: Any) -> int | None:
-    """How often a tensor was written; nothing of what is no tensor, or of one that does not count."""
+    """Returns the version counter of a tensor; None for anything without one."""
     counts = isinstance(given, torch.Tensor) and not given.is_inference()
     return given._version if counts else None
 
@@ -117,7 +117,8 @@ def _forward(
 
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> Any:
-    """What can be said of tensors that have no memory; the rest is said when there is one."""
+    """Returns results of the right shapes for tensors without memory; the kernels check the
+    rest."""
     if q.dtype not in _torch._FLOATS:
         raise TypeError(f"query has element type {q.dtype}, expected float16, bfloat16 or float32")
     for name, tensor in (("key", k), ("value", v)):

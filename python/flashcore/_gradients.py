@@ -1,4 +1,4 @@
-"""Gradients for PyTorch's autograd: what is saved, the backward pass, and who calls it.
+"""Gradients for PyTorch's autograd: what the forward pass saves, and the backward pass.
 
 A call on ordinary tensors is recorded by :class:`Attention`, which costs the host least. Calls that
 PyTorch's dispatcher must see (``torch.compile``, ``torch.export``, subclasses, modes, ``torch.vmap``)
@@ -17,20 +17,22 @@ import torch
 from . import _flashcore
 from ._arguments import window
 
-# The operators are named after the package, of which a process may have two: one may be from a hub.
+# The operators are named after the package, since a process may have two of it: one may come from a
+# hub.
 NAMESPACE = __name__.partition(".")[0]
 operators: Any = getattr(torch.ops, NAMESPACE)
 NUMBERS, LISTS = 8, 12
-# Where sinks are among the lists.
+# The index of sinks among the lists.
 SINKS = 8
 NONE = (None,) * LISTS
 _HEADS_FIRST = "scaled_dot_product_attention"
-# What a plain call has beyond scale and causal mask.
+# The arguments of a plain call beyond scale and causal flag.
 PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func", False)
 
 
 def parts(q: Any, k: Any, v: Any) -> Any:
-    """Queries, keys and values: the last ones are packed into the one before where they are None."""
+    """Returns queries, keys and values as separate tensors; None stands for a tensor packed into
+    the one before it."""
     if k is None:
         return q.unbind(-3)
     if v is None:
@@ -39,19 +41,20 @@ def parts(q: Any, k: Any, v: Any) -> Any:
 
 
 def nested(numbers: Any) -> tuple[Any, ...]:
-    """Numbers as the extension takes them, with the window as one."""
+    """Returns the scalars as the extension module takes them, with the window as one tuple."""
     scale, causal, left, right, *rest = numbers
     return (scale, causal, (left, right), *rest)
 
 
 def flat(numbers: Any) -> tuple[Any, ...]:
-    """Numbers as the operators take them."""
+    """Returns the scalars as the operators take them, with the window as two numbers."""
     scale, causal, window_size, *rest = numbers
     return (scale, causal, *window(window_size), *rest)
 
 
 def are_ordinary(tensors: Any) -> bool:
-    """Whether tensors are in memory, and nobody has to see what is done with them but autograd."""
+    """Returns whether tensors have memory and nothing but autograd has to see the operations on
+    them."""
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     for tensor in tensors:
@@ -63,19 +66,19 @@ def are_ordinary(tensors: Any) -> bool:
 
 
 def forward(tensors: tuple[Any, ...], lists: Any, numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
-    """The output, or output and log-sum-exps, of tensors that are in memory."""
+    """Computes attention of tensors in memory; returns the output, or output and log-sum-exps."""
     return _flashcore.attend((*parts(*tensors), *lists), numbers, function, lse, "dispatcher")
 
 
 def empty_gradients(
     tensors: tuple[Any, ...], separate: tuple[Any, ...], lists: Any, causal: bool, function: str, needed: Any
 ) -> list[Any]:
-    """Memory for the gradients of the first tensors and of sinks: zeros where not all is written.
+    """Allocates gradients of q, k, v and of sinks, zeroed if the kernels do not write all of them.
 
     The kernels write those too that nobody needs; what these hold elsewhere does not matter.
     """
     q, k, v = separate
-    # Rows of no sequence; keys behind the last query's.
+    # Not written: rows that belong to no sequence, and keys beyond the last query.
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
     some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
     some = some or _hides_keys(q, k, causal, function)
@@ -85,7 +88,7 @@ def empty_gradients(
 
 
 def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
-    """Whether there are keys behind the last query's, which kernels do not look at."""
+    """Returns whether a causal mask leaves keys beyond the last query, which the kernels skip."""
     return bool(causal and function == _HEADS_FIRST and k.shape[2] > q.shape[2])
 
 
@@ -100,7 +103,8 @@ def backward(
     deterministic: bool,
     needed: Any,
 ) -> list[Any]:
-    """The gradients of the first tensors, as they were given, and of sinks; None for what nobody needs."""
+    """Computes the gradients of q, k, v, packed as these were given, and of sinks; None for those
+    not needed."""
     separate = parts(*tensors)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     into = (*parts(*gradients[:3]), gradients[3])
@@ -116,7 +120,7 @@ def run(
     gradients: tuple[Any, ...],
     deterministic: bool,
 ) -> None:
-    """Writes the gradients, which are zero where rows meet nothing."""
+    """Writes the gradients; they are zero if q, k or v is empty."""
     if not _flashcore.attend_backward(tensors, numbers, function, saved, gradients, deterministic):
         for gradient in gradients:
             if gradient is not None:
@@ -124,7 +128,8 @@ def run(
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention that autograd records: the output, with log-sum-exps if asked, which have no gradient.
+    """Attention recorded by autograd: returns the output, and if asked the log-sum-exps, which have
+    no gradient.
 
     Every line here is paid for at each step. A plain call, three tensors and no lists, has lines of its
     own.
@@ -140,7 +145,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         else:
             lists = (*lists, slopes, sinks)
             out, lse = forward((q, k, v), lists, numbers, function, True)
-            # Each tensor that is saved costs time, and each that is not there as much.
+            # Saving a tensor costs time, and so does saving None.
             ctx.save_for_backward(q, k, v, out, lse, *lists)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -155,7 +160,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         if dout is None:
             return NONE[:6]
         _, numbers, function, deterministic, _ = ctx.call
-        # Where somebody may want to differentiate this, the operator says what it thinks of that.
+        # If the backward pass is itself recorded, the operator is called, which refuses second
+        # derivatives.
         direct = not torch.is_grad_enabled() and are_ordinary((dout,))
         needed = (q_needed, k_needed, v_needed, sinks_needed)
         if not any(needed):
@@ -179,8 +185,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
-    """Attention over tensors that require grad and have no gradients, of 8 bits or in pages: the output
-    is there, and a backward pass is refused when there is one."""
+    """Attention over tensors that require grad but have no gradients (8-bit tensors, keys in
+    pages): the output is computed, and the backward pass raises an error."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], q: Any, k: Any, v: Any, reason: str) -> Any:
@@ -196,20 +202,20 @@ class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
         raise NotImplementedError(ctx.reason)
 
 
-# PyTorch's own `apply` looks through the arguments in Python first, for what :func:`unwrap` finds.
+# PyTorch's own `apply` first searches the arguments in Python for what :func:`unwrap` handles.
 record: Any = super(torch.autograd.Function, Attention).apply
-# Of a tensor that has left a transformation of `torch.func`, the one inside.
+# Returns the inner tensor of one that has left a `torch.func` transform.
 unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 
 def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:
-    """The gradients that are needed, None for the others, by the operator."""
+    """Computes gradients by the operator ``attention_backward``; None for those not needed."""
     found = iter(operators.attention_backward(dout, *saved, *call, list(needed)))
     return [next(found) if need else None for need in needed]
 
 
 def run_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any) -> list[Any]:
-    """The operator ``attention_backward``: the gradients that are needed."""
+    """Implements the operator ``attention_backward``: returns the needed gradients."""
     numbers, lists = nested(others[:NUMBERS]), others[NUMBERS : NUMBERS + LISTS]
     function, deterministic, needed = others[NUMBERS + LISTS :]
     found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)
@@ -217,7 +223,7 @@ def run_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others:
 
 
 def fake_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any) -> list[Any]:
-    """The same of tensors that have no memory."""
+    """Implements ``attention_backward`` for tensors without memory."""
     lists = others[NUMBERS : NUMBERS + LISTS]
     function, _, needed = others[NUMBERS + LISTS :]
     tensors = (q, k, v)
@@ -245,7 +251,7 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
-    """The derivative of the operators, by the operator ``attention_backward``."""
+    """Differentiates the operators by the operator ``attention_backward``."""
     needs = ctx.needs_input_grad
     answer = [None] * len(needs)
     sinks = 3 + NUMBERS + SINKS
@@ -255,7 +261,7 @@ def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
     q, k, v, out, lse, *lists = ctx.saved_tensors
     call = (*ctx.numbers, *lists, *ctx.rest)
     if lse is None:
-        # The operator without log-sum-exps was called, which saved none.
+        # The operator without log-sum-exps was called, so none were saved.
         _, lse = operators.attention_with_lse.all(q, k, v, *call)
     gradients = _by_operator(dout, (q, k, v, out, lse), call, needed)
     answer[:3] = gradients[:3]
@@ -265,7 +271,7 @@ def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
 
 
 def refuse_second(ctx: Any, *_: Any) -> Any:
-    """The derivative of ``attention_backward``: there is none."""
+    """Refuses second derivatives."""
     raise NotImplementedError(
         "FlashCore has no second derivatives: the gradients of attention cannot be differentiated; "
         "leave out create_graph=True, or use PyTorch's attention with SDPBackend.MATH there"
@@ -273,14 +279,15 @@ def refuse_second(ctx: Any, *_: Any) -> Any:
 
 
 def vectorize(operator: Any, batches: int) -> Any:
-    """The rule for ``torch.vmap`` of an operator whose first tensors, so many, have batch entries."""
+    """Returns the ``torch.vmap`` rule of an operator whose first ``batches`` tensors have a batch
+    dimension."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         size = info.batch_size
         tensors, others = arguments[:batches], arguments[batches:]
         alone = [isinstance(other, torch.Tensor) for other in others]
         if not any(alone):
-            # One more dimension of the batch.
+            # Fold the mapped dimension into the batch.
             folded = (_fold(it, at, size) for it, at in zip(tensors, in_dims))
             result = operator(*folded, *others)
             return _each(result, lambda it: it.unflatten(0, (size, it.shape[0] // size)))

@@ -30,7 +30,7 @@ _HEADS_FIRST = "scaled_dot_product_attention"
 
 
 class _Call(NamedTuple):
-    """What is known of a call while it is traced."""
+    """A call as it is known while JAX traces it."""
 
     function: str
     deterministic: bool
@@ -46,7 +46,8 @@ class _Call(NamedTuple):
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: bool
 ) -> Any:
-    """Output, or output and log-sum-exps, which have no gradient."""
+    """Computes attention; returns the output, or output and log-sum-exps, which have no
+    gradient."""
     if len(tensors) > _OUT and tensors[_OUT] is not None:
         raise NotImplementedError("out was given inside of a transformation of JAX's, expected None")
     places = tuple(at for at, tensor in enumerate(tensors) if tensor is not None)
@@ -70,7 +71,7 @@ def attend(
 
 
 def _attribute(value: Any) -> Any:
-    """A number in the type that the handlers read."""
+    """Returns a scalar in the type that the XLA handlers read."""
     if isinstance(value, bool):
         return value
     return np.int64(value) if isinstance(value, int) else np.float32(value)
@@ -86,7 +87,7 @@ def _saved(call: _Call, *arrays: Any) -> Any:
 
 
 def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
-    """The gradients of the arrays, None for those that have none."""
+    """Returns the gradients of the arrays, None for those that have none."""
     arrays, out, sums = saved
     given = dict(zip(call.places, arrays))
     _refuse(call, given)
@@ -228,7 +229,7 @@ _over_devices = over_devices(_launch, _dimensions)
 
 
 def _refuse(call: _Call, given: dict[int, Any]) -> None:
-    """Refuses gradients that there are none of."""
+    """Refuses gradients of what has none."""
     if call.function.startswith("flash_attn_with_kvcache"):
         raise NotImplementedError("flash_attn_with_kvcache has no gradients")
     if _PAGES in given:
@@ -242,7 +243,7 @@ def _refuse(call: _Call, given: dict[int, Any]) -> None:
 
 
 def _is_partial(call: _Call, query: Any, key: Any) -> bool:
-    """Whether there are rows of no sequence, or keys behind the last query's."""
+    """Returns whether there are rows that belong to no sequence, or keys beyond the last query."""
     if any(at in call.places for at in (3, 4, 5, 6)):
         return True
     causal = dict(call.numbers)["causal"]
@@ -250,7 +251,7 @@ def _is_partial(call: _Call, query: Any, key: Any) -> bool:
 
 
 def _varying(array: Any) -> Any:
-    """The axes of a mesh along which an array differs inside of ``shard_map``."""
+    """Returns the mesh axes along which an array varies inside of ``shard_map``."""
     kind = jax.typeof(array)
     # The second is the name from JAX 0.10 on.
     axes = getattr(kind, "vma", None)
@@ -258,7 +259,7 @@ def _varying(array: Any) -> Any:
 
 
 def _alike(arrays: Any, axes: Any = frozenset()) -> list[Any]:
-    """Arrays that differ along the same axes of a mesh: all those of one of them, and ``axes``."""
+    """Makes arrays vary along the same mesh axes: those of any of them, and ``axes``."""
     axes = frozenset(axes).union(*map(_varying, arrays))
     missing = [tuple(axes - _varying(array)) for array in arrays]
     return [jax.lax.pcast(it, more, to="varying") if more else it for it, more in zip(arrays, missing)]

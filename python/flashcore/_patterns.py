@@ -1,4 +1,4 @@
-"""Sparse patterns, block by block: lists of the blocks of keys that blocks of queries see become masks.
+"""Block-sparse patterns: lists of the key blocks that query blocks see, converted to masks.
 
 A mask looks the pair of blocks up in a tensor of bytes, so that a pattern goes with every kernel, and with blocks
 of any size. Tensors on a GPU stay there: nothing is copied to the host or waited for.
@@ -130,7 +130,7 @@ def _nothing(like: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _with(states: Any, counts: Any, indices: Any, state: int) -> Any:
-    """The same with the first ones of each list."""
+    """Marks the first blocks of each list with a state."""
     columns, room = states.shape[3], indices.shape[3]
     if torch is not None and isinstance(indices, torch.Tensor):
         counted = torch.arange(room, device=indices.device) < counts[..., None]

@@ -37,7 +37,7 @@ def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_head
 
 
 def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None) -> Any:
-    """The same of a tensor that the caller calls so."""
+    """Quantizes a tensor; errors call it by the name ``argument``."""
     _check(argument, x)
     name, kind = _type(x, dtype)
     if len(x.shape) not in (3, 4):
@@ -124,7 +124,7 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
 
 
 def _check(name: str, x: Any, kinds: Any = ()) -> None:
-    """Refuses what is no tensor of floating-point numbers, or of other kinds that are named."""
+    """Refuses anything but a tensor of floating-point numbers, or of the other named kinds."""
     shape, dtype = shape_of(x), getattr(x, "dtype", None)
     torch = sys.modules.get("torch")
     odd = torch is not None and isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_quantized)
@@ -144,7 +144,7 @@ def _is_torch(x: Any) -> bool:
 
 
 def _type(x: Any, dtype: Any) -> tuple[str, Any]:
-    """The name of an 8-bit type, and what the library of a tensor calls it."""
+    """Returns the name of an 8-bit type, and the type in the library of a tensor."""
     name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rpartition(".")[2]
     if name not in _LARGEST:
         raise ValueError(f"dtype={name}, expected float8_e4m3fn, float8_e5m2 or int8")
@@ -163,7 +163,7 @@ def _float32(x: Any) -> Any:
 
 
 def _largest(x: Any, axes: tuple[int, ...]) -> Any:
-    """The largest numbers over some dimensions; zero where there are none."""
+    """Returns the largest numbers over some dimensions; zero if these are empty."""
     if _is_torch(x):
         return x.amax(axes) if x.numel() else x.sum(axes)
     return x.max(axis=axes) if x.size else x.sum(axis=axes)
@@ -174,12 +174,12 @@ def _least(x: Any) -> Any:
 
 
 def _number(value: float, like: Any) -> Any:
-    """A number in float32, so that products are in float32 too."""
+    """Returns a float32 number, so that products stay in float32."""
     return value if _is_torch(like) else like.dtype.type(value)
 
 
 def _cast(x: Any, kind: Any, largest: float) -> Any:
-    """Rounded, and never beyond the largest number: libraries differ there."""
+    """Casts with rounding and clamps to the largest number of the type: libraries differ there."""
     if largest == _LARGEST["int8"]:
         # Integers are cut off behind the point, and what NaN becomes is nobody's promise.
         x = x.round().nan_to_num(nan=0.0) if _is_torch(x) else _namespace(x).nan_to_num(_namespace(x).rint(x), nan=0.0)
@@ -189,7 +189,7 @@ def _cast(x: Any, kind: Any, largest: float) -> Any:
 
 
 def _repeated(descale: Any, group: int) -> Any:
-    """The factors of key heads for the query heads that share them."""
+    """Repeats the factors of key heads for the query heads that share them."""
     if group == 1:
         return descale
     return descale.repeat_interleave(group, -1) if _is_torch(descale) else descale.repeat(group, axis=-1)

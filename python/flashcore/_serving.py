@@ -29,8 +29,8 @@ is_compiling = _never if _torch is None else _torch.is_compiling
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool = False
 ) -> Any:
-    """Attention, whichever function asks: the output, or output and log-sum-exps. Tensors that come
-    last may be left out where they are None."""
+    """Computes attention for every public function; returns the output, or output and log-sum-exps.
+    Trailing tensors may be left out if they are None."""
     if is_compiling():
         copied = _copies.attend(_torch.attend, tensors, numbers, function, lse, deterministic)
         return _torch.attend(tensors, numbers, function, lse, deterministic) if copied is None else copied
@@ -51,7 +51,7 @@ def attend(
 
 
 def widen(numbers: Any) -> Any:
-    """Slopes and sinks, which may have 16 bits, as the kernels read them."""
+    """Converts slopes and sinks, which may have 16 bits, to float32, as the kernels read them."""
     if numbers is None:
         return None
     if _torch is not None and _torch.is_tensor(numbers):
@@ -400,13 +400,14 @@ def flash_attn_with_kvcache(
 
 
 def _are_few(q: Any, max_seqlen_q: Any) -> bool:
-    """Whether queries are those of a step of decoding."""
+    """Returns whether there are as few queries as in a decoding step."""
     most = q.shape[1] if _dimensions(q) == 4 else max_seqlen_q
     return not isinstance(most, int) or most < 32
 
 
 def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-    """Writes new keys and values: the queries, rotated or None, and the new lengths."""
+    """Appends new keys and values to the cache; returns the rotated queries or None, and the new
+    lengths."""
     if is_compiling():
         return _torch.append(tensors, flags)
     try:
@@ -424,12 +425,12 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 
 def _dimensions(tensor: Any) -> int:
-    """How many there are; none of what is no tensor."""
+    """Returns the number of dimensions of a tensor; 0 for anything else."""
     return len(shape_of(tensor) or ())
 
 
 def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
-    """The rows of a table of pages that sequences have."""
+    """Selects the rows of a page table that belong to the call's sequences."""
     _check_integers(name, table)
     _check_integers("cache_batch_idx", rows)
     if len(table.shape) != 2 or len(rows.shape) != 1:
@@ -447,7 +448,7 @@ def _refuse_without_new(**arguments: object) -> None:
 
 
 def _sequences(q: Any, cu_seqlens_q: Any) -> int:
-    """How many sequences a call is about."""
+    """Returns the number of sequences of a call."""
     if cu_seqlens_q is not None:
         return _starts("cu_seqlens_q", cu_seqlens_q)
     shape = getattr(q, "shape", None)
@@ -459,7 +460,8 @@ def _sequences(q: Any, cu_seqlens_q: Any) -> int:
 
 
 def _starts(name: str, starts: Any) -> int:
-    """The sequences whose starts a list has, which has one more: where the last one ends."""
+    """Returns the number of sequences of a list of cumulative lengths: one less than its
+    entries."""
     _check_integers(name, starts)
     if len(starts.shape) != 1:
         raise ValueError(f"{name} has {len(starts.shape)} dimensions, expected 1")
@@ -469,7 +471,7 @@ def _starts(name: str, starts: Any) -> int:
 
 
 def _check_integers(name: str, tensor: Any) -> None:
-    """Refuses what is no tensor of int32, or hides some of them."""
+    """Refuses anything but a tensor of int32 without a mask."""
     shape, dtype = shape_of(tensor), getattr(tensor, "dtype", None)
     if shape is None or dtype is None:
         raise TypeError(f"{name} is a {type(tensor)}, expected a tensor of int32")
@@ -480,7 +482,7 @@ def _check_integers(name: str, tensor: Any) -> None:
 
 
 def _lengths(cu_seqlens_k: Any, sequences: int) -> Any:
-    """The lengths of sequences from where their keys begin."""
+    """Returns the lengths of sequences from cumulative lengths."""
     given = _starts("cu_seqlens_k", cu_seqlens_k)
     if given != sequences:
         raise ValueError(
@@ -493,7 +495,7 @@ def _lengths(cu_seqlens_k: Any, sequences: int) -> Any:
 
 
 def _full(name: str, count: int, value: int, first: str, like: Any) -> Any:
-    """A list of one number, an argument, in the memory of another tensor."""
+    """Returns a list of equal numbers for an argument, on the device of another tensor."""
     if not -(2**31) <= value < 2**31:
         raise ValueError(f"{name}={value}, expected a number of 32 bits")
     if _torch is not None and _torch.is_tensor(like):
@@ -582,7 +584,8 @@ def flash_attn_combine(
 
 
 def _check_sliceable(name: str, tensor: Any) -> None:
-    """Refuses what is no tensor of a library that can be indexed, and takes results over."""
+    """Refuses anything but a tensor of a library whose arrays can be indexed and that imports
+    results."""
     if _torch is not None and _torch.is_tensor(tensor):
         _torch.refuse_odd(name, tensor)
     elif shape_of(tensor) is None or not hasattr(tensor, "__dlpack__") or not _arrays.can_copy(tensor):
@@ -590,7 +593,8 @@ def _check_sliceable(name: str, tensor: Any) -> None:
 
 
 def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> Any:
-    """Parts with a batch: those that are wider than the kernel in pieces."""
+    """Combines parts with a batch dimension; head dims wider than the kernel's are taken in
+    pieces."""
     widest = 256
     dim = int(out_partial.shape[-1]) if _dimensions(out_partial) else 0
     if dim > widest:
@@ -640,6 +644,6 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
 
 
 def _name(dtype: Any) -> str:
-    """What PyTorch and NumPy call an element type, without the library's name."""
+    """Returns the name of an element type without that of its library."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return str(name).rpartition(".")[2]

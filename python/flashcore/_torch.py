@@ -45,7 +45,7 @@ _CALL = (
     f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, str function, bool deterministic"
 )
 _ALL = f"(Tensor q, Tensor? k, Tensor? v, {_CALL})"
-# The dispatcher looks at each argument that there is, so the plain call has an overload of its own.
+# The dispatcher inspects every argument, so the plain call has an overload with few of them.
 for _overload, _arguments in (("", _FEW), (".all", _ALL)):
     _library.define(f"attention{_overload}{_arguments} -> Tensor", tags=_TAGS)
     _library.define(f"attention_with_lse{_overload}{_arguments} -> (Tensor, Tensor)", tags=_TAGS)
@@ -55,7 +55,8 @@ _library.define(
     f"{_CALL}, bool[] needed) -> Tensor[]",
     tags=_TAGS,
 )
-# The queries, rotated, or nothing in an empty tensor: an answer is no input. And the new lengths.
+# Returns the rotated queries (an empty tensor if there is no rotation, since an operator must not
+# return its input) and the new lengths.
 _library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_k_new, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
@@ -89,14 +90,15 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 
 
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
-    """What can be said of tensors that have no memory; the rest is said when there is one."""
+    """Returns an output of the right shape for tensors without memory, after the checks that shapes
+    and types allow; the kernels check the rest."""
     q, k, v = _gradients.parts(q, k, v)
     names = _flashcore.tensor_names(others[-2])[:3] if len(others) > 2 else ("q", "k", "v")
     if q.dtype not in (*_FLOATS, *SMALL_FLOATS):
         raise TypeError(f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
     for name, tensor in zip(names[1:], (k, v)):
         _check_like(name, tensor, q, names[0])
-    # Behind the scale and the causal mask: six numbers, and where packed queries begin.
+    # ``others`` begins with the scale and the causal flag, then six numbers, then ``cu_seqlens_q``.
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
         raise ValueError(f"{names[0]} has {q.dim()} dimensions, expected {expected}")
@@ -118,7 +120,7 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 
 def _append(*arguments: Any) -> Any:
     interleaved, advancing, most = arguments[15:]
-    # A causal mask stands for all that makes queries advance.
+    # The causal flag stands for everything that gives queries successive positions.
     flags = (interleaved, advancing, (-1, -1), 0, False, most)
     rotated, lengths = _flashcore.append(arguments[:15], flags, "dispatcher")
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
@@ -171,9 +173,10 @@ def _check_like(name: str, tensor: Any, other: Any, first: str = "q") -> None:
         raise ValueError(f"{name} is on {tensor.device}, expected {other.device} like {first}")
 
 
-# Those that write into their arguments have no derivatives that could be registered.
+# Operators that write into their arguments; no derivative can be registered for them.
 _MUTABLE = ("append", "combine_out")
-# What PyTorch can call without entering Python, on the device where the host's time counts.
+# Kernels that PyTorch calls without entering Python, registered for CUDA, where the host's time
+# counts.
 _kernels = _flashcore.Kernels.register(torch._C.__file__, _gradients.NAMESPACE, "CUDA")
 _native = () if _kernels is None else _kernels.operators
 
@@ -195,7 +198,8 @@ for _name, _run, _fake in (
     if _name in ("combine", "merge"):
         torch.library.register_autograd(_operator, _no_backward, lib=_library)
 
-# Operators of attention, and how many of their first arguments are tensors with a batch entry each.
+# The attention operators, and how many of their leading arguments are tensors with a batch
+# dimension.
 for _overload, _tensors in (
     (_gradients.operators.attention.default, 3),
     (_gradients.operators.attention.all, 3),
@@ -210,7 +214,7 @@ for _overload, _tensors in (
 
 
 def is_recorded(*tensors: Any) -> bool:
-    """Whether autograd records what is done with tensors."""
+    """Returns whether autograd records operations on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -221,9 +225,10 @@ def is_recorded(*tensors: Any) -> bool:
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Attention through the dispatcher. Packed tensors are followed by None."""
+    """Computes attention through PyTorch's dispatcher. A packed tensor is followed by None for each
+    tensor packed into it."""
     if len(tensors) > 15:
-        # The operators write nothing that they are given.
+        # The operators do not write to their arguments: the result is copied to ``out``.
         tensors, out = tensors[:15], tensors[15]
         refuse_unwritable("out", out)
         result = attend(tensors, numbers, function, lse, deterministic)
@@ -260,8 +265,8 @@ def attend(
 def record(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Attention that autograd records, of tensors that are PyTorch's own and that no mode has to see.
-    Packed tensors are followed by None."""
+    """Computes attention recorded by autograd, on plain PyTorch tensors and without active modes. A
+    packed tensor is followed by None for each tensor packed into it."""
     q, k, v = tensors[:3]
     meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
     if meta or torch._C._are_functorch_transforms_active():
@@ -280,7 +285,7 @@ def record(
                 break
     paged = len(tensors) > 9 and tensors[9] is not None
     if paged or _has_small(q, k, v):
-        # As in FlashAttention: there is an answer, and no backward pass.
+        # As in FlashAttention: the output is computed, and there is no backward pass.
         reason = _PAGES if paged else _small_reason((q, k, v), function)
         return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
     if torch._C._is_any_autocast_enabled():
@@ -296,8 +301,8 @@ def record(
 
 
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of which the first three have the element type that autocast chooses, where it is on
-    and one of them is float32; sinks and slopes stay as they are."""
+    """Casts the first three tensors to the element type of autocast, if it is on and one of them is
+    float32; sinks and slopes stay as they are."""
     first = tensors[0]
     if not isinstance(first, torch.Tensor) or first.is_meta:
         return tensors
@@ -312,7 +317,7 @@ def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
-    """Refuses gradients of what is in a cache."""
+    """Refuses gradients of tensors in a KV cache."""
     if function.startswith("flash_attn_with_kvcache"):
         _refuse_gradients(("q", "k_cache", "v_cache", *_LISTS), tensors)
 
@@ -325,7 +330,7 @@ _PAGES = (
 
 
 def _refuse_small(tensors: tuple[Any, ...], function: str) -> None:
-    """Refuses gradients of what has 8 bits."""
+    """Refuses gradients of 8-bit tensors."""
     if _has_small(*tensors[:3]):
         raise NotImplementedError(_small_reason(tensors, function))
 
@@ -338,7 +343,7 @@ def _has_small(q: Any, k: Any, v: Any) -> bool:
 
 
 def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
-    """Why what has 8 bits has no gradients."""
+    """Returns the error message for gradients of 8-bit tensors."""
     names = zip(_flashcore.tensor_names(function)[:3], tensors)
     name, dtype = next((name, it.dtype) for name, it in names if it is not None and it.dtype in _SMALL)
     return (
@@ -348,7 +353,7 @@ def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
 
 
 def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
-    """Refuses what PyTorch's registered operators do not serve."""
+    """Refuses function transforms that PyTorch's registered operators do not support."""
     if any(tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
         raise NotImplementedError(
             "torch.func.grad and its kin are not supported, expected torch.autograd; torch.vmap is"
@@ -356,7 +361,8 @@ def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-    """New keys and values through the dispatcher: the queries, rotated or None, and the lengths."""
+    """Appends keys and values through the dispatcher; returns the rotated queries or None, and the
+    lengths."""
     names = ("k_cache", "v_cache", "k", "v", "q", "cache_seqlens")
     for name, tensor in zip(names, tensors):
         if tensor is None:
@@ -372,7 +378,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 
 def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
-    """Parts put together through the dispatcher."""
+    """Combines partial results through the dispatcher."""
     _refuse_gradients(("out_partial", "lse_partial", "out"), tensors)
     out_partial, lse_partial, out = tensors
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -390,13 +396,13 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def merge(tensors: tuple[Any, ...]) -> Any:
-    """Two answers put together through the dispatcher."""
+    """Merges two attention results through the dispatcher."""
     _refuse_gradients(("out_a", "lse_a", "out_b", "lse_b"), tensors)
     return _gradients.operators.merge(*tensors)
 
 
 def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
-    """Refuses tensors whose gradients would be lost."""
+    """Refuses tensors that require grad, since their gradients would be lost."""
     for name, tensor in zip(names, tensors):
         if is_recorded(tensor):
             raise NotImplementedError(
@@ -406,12 +412,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
 
 
 def is_small(tensor: Any) -> bool:
-    """Whether it has 8 bits."""
+    """Returns whether something is a tensor of 8-bit elements."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL
 
 
 def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
-    """Refuses factors of another shape or type than one of these."""
+    """Refuses descale factors that are not float32 or have none of the given shapes."""
     for name, it in factors.items():
         if it is None:
             continue
@@ -425,17 +431,17 @@ def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
 
 
 def sixteen_bits(tensor: Any) -> Any:
-    """The same numbers, where there are 8."""
+    """Converts 8-bit tensors to bfloat16; others are returned as they are."""
     return tensor.to(torch.bfloat16) if is_small(tensor) else tensor
 
 
 def widen(tensor: Any) -> Any:
-    """Numbers of 16 bits as float32."""
+    """Converts 16-bit tensors to float32; others are returned as they are."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def refuse_odd(name: str, thing: Any) -> None:
-    """Refuses a tensor of PyTorch's whose elements do not lie step by step, or stand for other numbers."""
+    """Refuses a PyTorch tensor that is sparse, nested or quantized."""
     if not isinstance(thing, torch.Tensor):
         return
     if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
@@ -444,16 +450,17 @@ def refuse_odd(name: str, thing: Any) -> None:
 
 
 def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that stands for other numbers than its memory has, where it is written."""
+    """Refuses to write to a tensor whose values are not those of its memory (negative bit, zero
+    tensor)."""
     if not is_compiling() and (tensor.is_neg() or tensor._is_zerotensor()):
         raise TypeError(f"{name} stands for other numbers than its memory has, expected one that can be written: clone it")
 
 
 def is_tensor(thing: Any) -> bool:
-    """Whether something is a tensor of PyTorch's."""
+    """Returns whether something is a PyTorch tensor."""
     return isinstance(thing, torch.Tensor)
 
 
 def full(count: int, value: int, like: Any) -> Any:
-    """A list of one number on the device of a tensor."""
+    """Returns an int32 list of ``count`` equal numbers on the device of a tensor."""
     return torch.full((count,), value, dtype=torch.int32, device=like.device)

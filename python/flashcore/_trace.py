@@ -52,7 +52,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...]]:
-    """A mask or a score function as a rule, and the tensors that it loads from."""
+    """Traces a mask or score function; returns the rule and the tensors that it loads from."""
     if not callable(function):
         raise TypeError(f"{argument} is a {type(function)}, expected a function")
     parts = _Parts()
@@ -76,7 +76,7 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
 
 
 def check_arguments(kind: str, argument: str, function: Any) -> None:
-    """Refuses what is no function, or one of other arguments."""
+    """Refuses anything but a function of the expected arguments."""
     if not callable(function):
         raise TypeError(f"{argument} is a {type(function)}, expected a function")
     try:
@@ -105,7 +105,8 @@ def _is_library(module: Any) -> bool:
 
 
 class _Parts:
-    """A function's parts in a fixed order: what can be compared, and the tensors."""
+    """The parts of a function in a fixed order: a key of those that can be compared, and the
+    tensors."""
 
     def __init__(self) -> None:
         self.key: list[Any] = []
@@ -181,7 +182,7 @@ class _Parts:
 
 
 def _names(code: Any) -> tuple[str, ...]:
-    """The names that code may look up in its module, those of functions inside it too."""
+    """Returns the global names that code may look up, nested functions included."""
     known = _names_of.get(code)
     if known is None:
         inner = [name for it in code.co_consts if isinstance(it, types.CodeType) for name in _names(it)]
@@ -261,7 +262,7 @@ def refuse(what: str) -> NoReturn:
 
 
 class Trace:
-    """What a function has done so far."""
+    """The operations that a traced function has done so far."""
 
     def __init__(self, kind: str, function: Any, parts: _Parts) -> None:
         self.kind = kind
@@ -312,7 +313,7 @@ class Trace:
         return Traced(self, name, type, natural)
 
     def lift(self, value: Any) -> Traced:
-        """A number, or a tensor of one, as a value."""
+        """Converts a number, or a tensor of one element, to a value."""
         if isinstance(value, View):
             refuse(f"a tensor with {value.ndim} dimensions left stands where a number must, expected an index for each")
         if isinstance(value, Traced):
@@ -337,7 +338,7 @@ class Trace:
         refuse(f"a {type(value)} stands where a number must")
 
     def load(self, tensor: Any, indices: tuple[Any, ...]) -> Traced:
-        """An element of a tensor."""
+        """Loads an element of a tensor."""
         stored = _stored(tensor)
         if len(tensor.shape) > _MOST_DIMENSIONS:
             refuse(f"a tensor has {len(tensor.shape)} dimensions, expected {_MOST_DIMENSIONS} at most")
@@ -382,7 +383,7 @@ def _stored(tensor: Any) -> str:
 
 
 class Traced:
-    """A number that a function computes with: of ``f32``, ``i32`` or ``bool``."""
+    """A traced number of type ``f32``, ``i32`` or ``bool``."""
 
     __slots__ = ("_constant", "_name", "_natural", "_trace", "_type")
     __hash__ = None  # type: ignore[assignment]
@@ -445,7 +446,7 @@ class Traced:
 
 
 class View(Traced):
-    """A tensor of which some dimensions have been indexed."""
+    """A tensor with some of its dimensions indexed."""
 
     __slots__ = ("_indices", "_tensor")
 
@@ -523,7 +524,7 @@ def to_bool(value: Traced) -> Traced:
 
 
 def _both(x: Any, y: Any) -> tuple[Traced, Traced]:
-    """Two operands of one type, as PyTorch promotes them."""
+    """Converts two operands to one type, as PyTorch promotes them."""
     trace = _trace_of(x, y)
     a, b = trace.lift(x), trace.lift(y)
     if "f32" in (a._type, b._type):
@@ -653,7 +654,7 @@ _LAST_ODD = float(2**24)
 
 
 def _product(base: Traced, count: int) -> Traced:
-    """So many equal factors, by squares."""
+    """Multiplies so many equal factors by repeated squaring."""
     if count == 0:
         one: Traced = base._trace.lift(1.0 if base._type == "f32" else 1)
         return one
@@ -665,7 +666,8 @@ def _product(base: Traced, count: int) -> Traced:
 
 
 def _signed_power(a: Traced, exponent: Traced) -> Traced:
-    """A power of a base that may be negative, or zero: then the exponent must be a whole number."""
+    """Computes a power of a base that may be negative or zero, for which the exponent must be an
+    integer."""
     b = to_float(exponent)
     magnitude = _exp2(_arithmetic("mul", b, _log2(_absolute(a))))
     is_odd = to_bool(_bitwise("and", to_int(exponent), 1))
@@ -917,7 +919,7 @@ def _name_of(function: Any) -> str:
 
 
 def _call(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """An operation by its name."""
+    """Applies an operation by its name."""
     if name == "getitem":
         return _element(*args)
     function = _FUNCTIONS.get(name) or _CONSTANT_MAKERS.get(name)

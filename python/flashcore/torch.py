@@ -36,7 +36,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Gives PyTorch's attention back to what it was."""
+    """Restores PyTorch's own attention."""
     torch.nn.attention.restore_flash_attention_impl()
 
 

@@ -1,4 +1,4 @@
-//! What kernels cost: registers, spills and the assembler's notes, for PTX in files.
+//! Registers, spills and the assembler's notes of kernels, for PTX in files.
 
 use std::path::{Path, PathBuf};
 

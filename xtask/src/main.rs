@@ -1,7 +1,7 @@
-//! The project's own chores, called as `cargo xtask <chore>`.
+//! The project's maintenance tasks, called as `cargo xtask <task>`.
 //!
-//! Standard library only, and no dependency on the crates it looks after: a chore has to start at
-//! once on a fresh machine, and to run while one of those crates does not build.
+//! Uses the standard library only, and none of the crates it maintains: a task has to start at once
+//! on a fresh machine, and to run while one of those crates does not build.
 
 mod assemble;
 mod bless;
@@ -44,7 +44,7 @@ Chores:
   bless                       run the tests and accept what they print as the new snapshots
 ";
 
-/// What a chore ends with: whether all was well, or why it could not do its work.
+/// The result of a task: whether everything passed, or why it could not run.
 type Outcome = Result<bool, String>;
 
 fn main() -> ExitCode {

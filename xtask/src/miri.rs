@@ -1,12 +1,12 @@
-//! Miri over what it can run: it interprets the program and finds undefined behaviour, a hundred times
-//! slower than the program runs, and knows no driver and no vector instructions.
+//! Runs Miri over the tests that it can run. Miri interprets a program and finds undefined
+//! behaviour, a hundred times slower than the program itself; it supports neither the driver nor
+//! vector instructions.
 
 use crate::Outcome;
 use crate::process::{keep, program, show};
 
-/// Crates, which of their tests, and what Miri is asked beyond what it is asked of all: those whose code,
-/// or whose dependencies' code, reads memory as something else than it was written as. The simulator and
-/// the language forbid `unsafe`.
+/// Crates, their tests, and extra Miri flags: crates whose code, or whose dependencies' code, reads
+/// memory as another type than it was written as. The simulator and the language forbid `unsafe`.
 const TESTS: [(&str, &[&str], &[&str]); 3] = [
     // rayon's threads outlive the tests.
     ("flashcore", &["tensor::", "serving::", "file::"], &["ignore-leaks"]),
@@ -19,14 +19,14 @@ pub(crate) fn miri() -> Outcome {
     let nightly = |arguments: &[&str], further: &[&str]| {
         let mut command = program("cargo");
         command.args(["+nightly", "miri"]).args(arguments);
-        // Tests of files need the file system, rayon's queues the newer rules of borrowing, and DLPack
-        // passes addresses as numbers.
+        // Tests of files need the file system, rayon's queues need tree borrows, and DLPack passes
+        // addresses as integers.
         let flags = ["disable-isolation", "tree-borrows", "permissive-provenance"];
         let flags: Vec<_> = flags.iter().chain(further).map(|it| format!("-Zmiri-{it}")).collect();
         command.env("MIRIFLAGS", flags.join(" "));
         // Each of 256 random cases takes a second.
         command.env("PROPTEST_CASES", "16");
-        // The one that runs this chore is another.
+        // The toolchain that runs this task is another one.
         for variable in ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC"] {
             command.env_remove(variable);
         }

@@ -1,5 +1,5 @@
-//! The page about a kernel of one's own, done as it says: a crate outside of the workspace, built and
-//! run.
+//! Follows the documentation page about writing one's own kernel: builds and runs its crate outside
+//! of the workspace.
 
 use std::fs;
 use std::path::Path;
@@ -7,8 +7,8 @@ use std::path::Path;
 use crate::process::{Done, cargo, keep_apart};
 use crate::{root, target};
 
-/// Builds and runs the page's crate. What it prints is what the page says it prints, but for the last
-/// line where there is a GPU.
+/// Builds and runs the page's crate. Its output must be what the page shows, except for the last
+/// line if there is a GPU.
 pub(crate) fn outside() -> Result<(), String> {
     let page = root().join("docs/outside.md");
     let text = fs::read_to_string(&page).map_err(|error| format!("{}: {error}", page.display()))?;

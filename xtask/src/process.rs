@@ -1,4 +1,4 @@
-//! Running other programs, with what they print kept for when it is needed.
+//! Running other programs and keeping their output for when it is needed.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -33,8 +33,8 @@ pub(crate) fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// Whether somebody works here, and builds by hand. Where nobody does, on a fresh clone, nothing is done
-/// for a second build, nor for a debugger.
+/// Returns whether this checkout is being edited, and so built by hand too. On a fresh clone
+/// nothing is done to speed up a second build or to support a debugger.
 fn is_edited() -> bool {
     let built = std::fs::read_dir(target().join("debug/incremental"));
     let names = built.into_iter().flatten().flatten().map(|entry| entry.file_name());

@@ -1,8 +1,8 @@
-//! The Python extension under AddressSanitizer: every byte that it reads and writes, its own and those of
-//! NumPy and PyTorch, while the tests of its arguments and memory run.
+//! Runs the Python extension under AddressSanitizer, which checks all of its accesses to its own
+//! memory and to that of NumPy and PyTorch, while the tests of arguments and memory run.
 //!
-//! Python itself is not built with it, so the runtime is loaded before anything else, as a shared library.
-//! Rust ships it as an archive, for programs.
+//! Python itself is not built with AddressSanitizer, so its runtime is preloaded as a shared
+//! library. Rust ships it as a static archive, for executables.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ const TESTS: [&str; 8] = [
     "serving_torch",
 ];
 
-/// Reads an array that ends before its shape does: whoever sees nothing there sees nothing at all.
+/// Reads beyond the end of an array: if this is not detected, the sanitizer is not active.
 const BEYOND: &str = "
 import numpy, flashcore
 short = numpy.lib.stride_tricks.as_strided(numpy.zeros(64, 'f4'), (1, 64, 2, 16), (8192, 128, 64, 4))
@@ -51,9 +51,10 @@ pub(crate) fn sanitize() -> Outcome {
         let mut command = program(&interpreter);
         command.args(arguments).current_dir(&package);
         command.env("LD_PRELOAD", &runtime).env("PYTHONPATH", &package);
-        // Each object of Python's in memory of its own, so that what is behind it is seen.
+        // Each Python object gets memory of its own, so that overruns are seen.
         command.env("PYTHONMALLOC", "malloc");
-        // Python never frees all it has. What no memory holds is asked for on purpose.
+        // Python never frees everything; and the tests ask for impossible amounts of memory on
+        // purpose.
         command.env("ASAN_OPTIONS", "detect_leaks=0:allocator_may_return_null=1");
         command
     };
@@ -61,7 +62,7 @@ pub(crate) fn sanitize() -> Outcome {
     if seen.success || !seen.log.contains("AddressSanitizer: heap-buffer-overflow") {
         return Err(format!("a read beyond the end of an array was not seen\n{}", seen.log));
     }
-    // A report ends the process: nobody would see what is kept until a test ends.
+    // A report ends the process: output captured until the end of a test would be lost.
     let mut tests = watched(&["-m", "pytest", "--quiet", "--capture=sys"]);
     tests.args(["-p", "no:faulthandler", "-p", "no:cacheprovider"]);
     let file = |name| root().join(format!("python/tests/test_{name}.py"));
@@ -93,13 +94,14 @@ fn runtime(libraries: &Path, folder: &Path) -> Result<PathBuf, String> {
     };
     let (archive, library) = (folder.join("runtime.a"), folder.join("libruntime.so"));
     fs::copy(&shipped, &archive).map_err(|error| format!("{}: {error}", shipped.display()))?;
-    // What begins before a program's own constructors can begin in programs only.
+    // Code that runs before a program's own constructors can only be linked into executables.
     let mut remove = program("ar");
     remove.arg("d").arg(&archive).arg("asan_preinit.cpp.o");
     let mut link = program("cc");
     link.args(["-shared", "-o"]).arg(&library).arg("-Wl,--whole-archive").arg(&archive);
     link.args(["-Wl,--no-whole-archive", "-lpthread", "-ldl", "-lm", "-lrt"]);
-    // It looks for C++'s `throw` when it begins, which PyTorch brings with it too late.
+    // The runtime looks up C++'s `throw` when it starts; PyTorch would load the C++ library too
+    // late.
     link.args(["-Wl,--no-as-needed", "-lstdc++"]);
     for command in [remove, link] {
         let done = keep(command)?;

@@ -1,13 +1,14 @@
 //! Every check of the project, with a summary at the end.
 //!
-//! The order is from quick to slow. A failed check never hides the next one. The Python package is built,
-//! with its own profile, and tested beside all others: it fetches and waits, and others leave a core idle
-//! now and then. Where there is a GPU, one goes after the other, for some of them measure.
+//! The order is from quick to slow. A failed check never hides the next one. The Python package is
+//! built, with its own profile, and tested in parallel to all others: it downloads and waits, and
+//! the others leave a core idle now and then. With a GPU the checks run one after the other, since
+//! some of them measure.
 //!
-//! From a clean clone it has to end within twenty minutes on two cores, most of which are the compiler's:
-//! what is built once is not built again in another way. Crates from elsewhere are checked once, with one
-//! set of features, for clippy and the docs; the command line that is tried is the one that the tests
-//! built; and the wheel alone is a release build.
+//! From a clean clone this must end within twenty minutes on two cores, most of which the compiler
+//! takes: nothing is built twice in different ways. Dependencies are checked once, with one set of
+//! features, for clippy and the docs; the command line under test is the one that the tests built;
+//! and only the wheel is a release build.
 
 use std::ffi::OsString;
 use std::panic;
@@ -20,7 +21,7 @@ use crate::process::{self, Done, cargo, program};
 use crate::table::table;
 use crate::{Outcome, outside, python, root, target, tools};
 
-/// What a check found: a few words about what passed, or all there is to say about what did not.
+/// The result of a check: a few words about what passed, or everything about what did not.
 type Finding = Result<String, String>;
 
 struct Check {
@@ -28,7 +29,7 @@ struct Check {
     run: fn(verbose: bool) -> Finding,
     /// Left out of `--quick`.
     slow: bool,
-    /// Whether it may go beside the others.
+    /// Whether it may run in parallel to the others.
     beside: bool,
 }
 
@@ -80,7 +81,7 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
         thread::scope(|scope| {
             let beside = scope.spawn(|| run(&beside));
             let mut done = run(&first);
-            // A check that panics is no check that passed.
+            // A panic in a check is passed on, not taken for success.
             done.extend(beside.join().unwrap_or_else(|it| panic::resume_unwind(it)));
             done
         })
@@ -126,8 +127,8 @@ fn format(verbose: bool) -> Finding {
     Ok(String::new())
 }
 
-/// With the part of `crates/candle` that is for GPUs. What is there without it, the tests build, and
-/// warnings are faults there too.
+/// Runs clippy with the CUDA feature of `crates/candle`. The tests build everything without it, and
+/// deny warnings too.
 fn clippy(verbose: bool) -> Finding {
     component("clippy", "clippy")?;
     let mut command = with_candle_cuda(&["clippy", "--workspace", "--all-targets"]);
@@ -136,8 +137,8 @@ fn clippy(verbose: bool) -> Finding {
     Ok("candle's CUDA checked, not built".to_owned())
 }
 
-/// The feature `cuda` of `crates/candle` is candle's, which builds kernels with NVIDIA's compiler: here
-/// with one that compiles nothing.
+/// Returns a cargo command for candle's `cuda` feature, which builds kernels with NVIDIA's
+/// compiler: here a stand-in that compiles nothing takes its place.
 fn with_candle_cuda(arguments: &[&str]) -> Command {
     let mut path = OsString::from(root().join("xtask/pretend/bin"));
     path.push(":");

@@ -1,4 +1,4 @@
-//! `flashcore check`: every kernel that this machine can run, over problems that are not kind.
+//! `flashcore check`: every kernel that this machine can run, over difficult problems.
 
 use std::error::Error;
 
@@ -47,7 +47,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// How many queries of a back end were compared with what they came to alone.
+/// The number of queries of a back end whose bits were compared with those of the query alone.
 #[derive(Serialize)]
 struct Batches {
     backend: &'static str,
@@ -61,7 +61,7 @@ struct OfBatches<'a> {
     backends: &'a [Batches],
 }
 
-/// What one kernel did with one element type.
+/// The results of one kernel with one element type.
 #[derive(Serialize)]
 struct Line {
     backend: &'static str,
@@ -98,7 +98,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let machine = Machine::discover();
     let dtypes = match arguments.dtype {
         Some(dtype) => vec![dtype],
-        // The long list is for the kernels of tensor cores.
+        // The long list is meant for tensor-core kernels.
         None if arguments.thorough => vec![DType::F16, DType::BF16],
         None => DType::ALL.to_vec(),
     };
@@ -116,7 +116,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
-        // Of 8-bit tensors there are no gradients.
+        // 8-bit tensors have no gradients.
         if !dtype.is_8_bit() {
             lines.extend(check_gradients(&backends, *dtype, arguments));
         }
@@ -160,7 +160,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     Ok(Answer { text, passed })
 }
 
-/// Whether bits depend on the batch.
+/// Checks that bits do not depend on the batch.
 fn check_batches(
     backends: &[&dyn Backend],
     batches: u64,
@@ -279,9 +279,9 @@ fn check_gradients(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
         true => cases::thorough_gradients(dtype),
         false => cases::gradients(dtype),
     };
-    // The long list is for a GPU. Where there is none, the smaller ones of it.
+    // The long list is meant for a GPU. Without one, only its smaller problems are checked.
     cases.retain(|case| on_gpu || case.problem.visible_flops() < CPU_OPERATIONS);
-    // And where there is one, it is what is checked by it.
+    // With a GPU, only the GPU is checked by it.
     let asked: Vec<&dyn Backend> = backends
         .iter()
         .copied()
@@ -337,7 +337,7 @@ const CPU_OPERATIONS: f64 = 6e7;
 /// Back end, kernel, case and what came of it.
 type CheckedCase = (&'static str, String, String, Result<Told, flashcore::Error>);
 
-/// What a line tells of a case.
+/// A case's result, as a line shows it.
 struct Told {
     passed: bool,
     max_error: f64,

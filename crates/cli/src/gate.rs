@@ -282,7 +282,7 @@ fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Outcome::skip("it does not compute attention");
     };
-    // What has no counterpart with ordinary arithmetic is held against the planner's choice.
+    // Kernels without a scalar counterpart are compared with the planner's choice.
     let backward = contract.model.pass == Pass::Backward;
     let usual = if contract.storage == Stored::Equal && !backward { "scalar" } else { "flashcore" };
     let usual = || Candidate::parse(usual).expect("it is always there");

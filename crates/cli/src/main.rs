@@ -1,7 +1,8 @@
 //! The command `flashcore`: attention from a terminal.
 //!
-//! One file or folder per subcommand. Each returns its [`Answer`] as text instead of printing it, so that
-//! closed pipes, colours and exit codes are dealt with here, once; and so is what `--kernel` means.
+//! One file or folder per subcommand. Each returns its [`Answer`] as text instead of printing it,
+//! so that closed pipes, colours and exit codes are handled here, once; so is the meaning of
+//! `--kernel`.
 
 mod attend;
 mod bench;
@@ -116,11 +117,11 @@ impl Ours {
     }
 }
 
-/// The form of answers in JSON. It grows by one when a field goes or means something else; new fields
-/// leave it as it is.
+/// The version of the JSON output. It is incremented when a field is removed or changes its
+/// meaning; new fields leave it as it is.
 const JSON_VERSION: u32 = 1;
 
-/// What a subcommand has to say.
+/// The output of a subcommand.
 struct Answer {
     /// Goes to standard output.
     text: String,
@@ -180,7 +181,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What `--color` says, for help and mistakes, which are printed before all options are read.
+/// Reads `--color` for help and usage errors, which are printed before all options are parsed.
 fn colour_of_help() -> ColorChoice {
     let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
     let words: Vec<String> = words.collect();

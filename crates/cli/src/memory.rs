@@ -1,5 +1,5 @@
-//! Whether a problem's tensors fit in memory, asked before they are made: a system that promises
-//! more memory than it has ends the process later, without a word.
+//! Checks whether a problem's tensors fit in memory before they are allocated: a system that
+//! overcommits memory kills the process later, without a message.
 
 use std::error::Error;
 use std::fs;
@@ -47,7 +47,7 @@ pub(crate) fn available() -> Option<u128> {
     [machine, container()].into_iter().flatten().min()
 }
 
-/// What a container's limit leaves (cgroup version 2).
+/// Returns the memory that a container's limit leaves (cgroup version 2).
 fn container() -> Option<u128> {
     let read = |name: &str| -> Option<u128> {
         let text = fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;

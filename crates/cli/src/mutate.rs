@@ -1,4 +1,5 @@
-//! `flashcore mutate`: a kernel with one mistake at a time, which somebody must notice.
+//! `flashcore mutate`: mutation testing of a kernel, one mistake at a time, which some check must
+//! detect.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -15,7 +16,7 @@ use crate::inspect::choose;
 use crate::progress::Bar;
 use crate::{Answer, terminal};
 
-/// The share of value mutants that must be noticed; of the others, all.
+/// The share of value mutants that must be detected; of all other mutants, every one.
 const VALUES_NOTICED: f64 = 0.95;
 
 /// Put one mistake at a time into a kernel and see that it is noticed, no GPU needed
@@ -111,7 +112,7 @@ struct Line {
     possible: usize,
     tried: usize,
     killed: usize,
-    /// By whom.
+    /// The number of mutants that each check detected.
     by: BTreeMap<String, usize>,
     equivalent: usize,
     unreached: usize,

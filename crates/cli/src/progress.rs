@@ -8,11 +8,11 @@ use std::time::Duration;
 use flashcore::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// How long something may take before it has to show itself.
+/// How long work may take before progress is shown.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Shows itself only on a terminal, and only when the work is not done soon. Until it is known how
-/// much there is to do, it shows the time that has passed.
+/// A progress bar, shown only on a terminal and only when the work takes long. Until the total is
+/// known, it shows the elapsed time.
 pub(crate) struct Bar {
     bar: ProgressBar,
     terminal: bool,
@@ -35,7 +35,7 @@ impl Bar {
         }
     }
 
-    /// The same where nobody looks, too: it may be why there are no results.
+    /// Prints a line even without a terminal: it may be why there are no results.
     pub(crate) fn warn(&self, text: &str) {
         self.bar.suspend(|| eprintln!("{text}"));
     }

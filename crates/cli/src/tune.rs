@@ -174,7 +174,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     Ok(Answer { text: answer, passed: true })
 }
 
-/// Where there is nothing to choose there is nothing to tune; where there is, nobody times it here yet.
+/// Refuses backward problems: most have a single configuration, and the others cannot be timed here
+/// yet.
 fn refuse_backward(candidate: &Candidate, problem: &Problem) -> Result<(), Box<dyn Error>> {
     let kernel = chosen(candidate, &Chip::H200, problem)?;
     let name = kernel.name();

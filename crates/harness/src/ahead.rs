@@ -1,4 +1,4 @@
-//! Kernels assembled for a GPU that is not there.
+//! Ahead-of-time assembly of kernels for a GPU that is not present.
 
 use cuda::toolkit::{Options, Ptxas, Toolkit};
 use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};

@@ -1,6 +1,6 @@
-//! What a problem's calls are given besides query, key and value: how long each sequence is, where
-//! it lies, slopes, sinks and descale factors. All of it follows from the problem, so that everyone who measures or
-//! judges it means the same.
+//! The inputs of a problem besides query, key and value: lengths and storage of each sequence,
+//! slopes, sinks and descale factors. All of it is derived from the problem, so that everyone who
+//! measures or judges the problem uses the same.
 
 use flashcore::gpu::{self, GpuError};
 use flashcore::serving::{Pages, Placement, Sequences};

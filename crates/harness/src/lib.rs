@@ -1,4 +1,4 @@
-//! The harness: measuring kernels, judging them, tuning them and looking inside.
+//! The harness: benchmarks, acceptance tests, tuning and profiling of kernels.
 //!
 //! | module | what it does |
 //! | --- | --- |
@@ -38,12 +38,13 @@ use cuda::Cache;
 use flashcore::Progress;
 use flashcore::gpu::{Gpu, GpuError, Policy};
 
-/// The first GPU of this machine, with every launch of the machine code that is meant.
+/// Opens the first GPU of this machine; kernels are compiled in full before their first use, so
+/// that every launch runs the same machine code.
 pub fn open_gpu() -> Result<Gpu, GpuError> {
     Gpu::with_policy(0, Cache::from_environment(), Policy::AtOnce)
 }
 
-/// Progress that nobody looks at.
+/// An observer that ignores all progress.
 #[derive(Debug, Clone, Copy)]
 pub struct Silent;
 
@@ -52,7 +53,7 @@ impl Progress for Silent {
     fn advance(&self, _: u64) {}
 }
 
-/// Why a measurement or a judgement did not come about.
+/// An error that prevents a measurement or a judgement.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -81,7 +82,7 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// It cannot be done here.
+    /// The operation is not possible on this machine.
     #[error("{0}")]
     Impossible(String),
 }

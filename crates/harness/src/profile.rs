@@ -1,5 +1,5 @@
-//! Where the time goes: inside the forward kernel, from timestamps that it takes itself, and between
-//! the launches of every family.
+//! Profiling: where the time goes inside the forward kernel, from timestamps that it takes itself,
+//! and between the launches of every family.
 //!
 //! [`Forward::probed`](kernels::Forward::probed) is the kernel with one thread of each consumer
 //! warpgroup noting the clock when a phase ends. The same program runs on the GPU and in the
@@ -24,7 +24,7 @@ use crate::statistics::median;
 use crate::subject::{self, Addresses, Call as _, Flush, Launcher, Planned, Role, of_program};
 use cuda::{Buffer, DeviceAddress, Event};
 
-/// A stretch of time in a warpgroup.
+/// An interval of time that a warpgroup spent on one phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     /// The block's index in the grid.
@@ -39,7 +39,7 @@ pub struct Span {
     pub end: u64,
 }
 
-/// What all warpgroups together spent on a phase.
+/// The time that all warpgroups together spent on a phase.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Line {
     /// The phase.
@@ -52,7 +52,7 @@ pub struct Line {
     pub count: usize,
 }
 
-/// Reads the notes of a run: regions of [`PROBE_WORDS`] words, for each block and warpgroup.
+/// Decodes the timestamps of a run: regions of [`PROBE_WORDS`] words, for each block and warpgroup.
 pub fn decode(words: &[u64], warpgroups: u32) -> Vec<Span> {
     let mut spans = Vec::new();
     for (region, notes) in words.chunks_exact(PROBE_WORDS).enumerate() {

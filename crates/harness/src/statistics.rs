@@ -1,4 +1,4 @@
-//! Medians, spread, and when a difference is one.
+//! Medians, spread, and when a difference is significant.
 //!
 //! Samples come one to a round, and in a round all candidates run one after the other, the order
 //! reversed from round to round. What changes slowly (clocks, heat) is then common to a round and
@@ -6,12 +6,12 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The middle one; of an even number, the mean of the two in the middle.
+/// Returns the median; of an even number of samples, the mean of the two in the middle.
 pub fn median(samples: &[f64]) -> f64 {
     quantile(samples, 0.5)
 }
 
-/// The value below which a share of the samples lies, between neighbours where need be.
+/// Returns a quantile, interpolated between neighbouring samples.
 pub fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -21,7 +21,7 @@ pub fn quantile(samples: &[f64], share: f64) -> f64 {
     below + (above - below) * position.fract()
 }
 
-/// What the samples of one candidate come to.
+/// Summary of the samples of one candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// The median, in the samples' unit.
@@ -41,19 +41,19 @@ impl Summary {
         let least = samples.iter().copied().fold(f64::INFINITY, f64::min);
         let most = samples.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let median = median(samples);
-        // Two such medians: their difference spreads by the square root of two more.
+        // The difference of two such medians spreads wider by the square root of two.
         let logs: Vec<f64> = samples.iter().map(|sample| sample.ln()).collect();
         let noise = spread_of_median(&logs) * std::f64::consts::SQRT_2;
         Summary { median, least, most, noise: noise.max(floor(median)) }
     }
 }
 
-/// How two candidates of the same rounds differ.
+/// The difference of two candidates measured in the same rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
     /// The time of the second over that of the first.
     pub ratio: f64,
-    /// What the ratio of the same thing to itself may be off by.
+    /// How far the ratio of a candidate to itself may be from 1.
     pub noise: f64,
 }
 
@@ -66,21 +66,22 @@ impl Difference {
         Difference { ratio: median(&ratios).exp(), noise }
     }
 
-    /// Whether it is more than noise.
+    /// Returns whether the difference exceeds the noise.
     pub fn is_real(&self) -> bool {
         self.ratio.ln().abs() > self.noise
     }
 }
 
-/// The least that may be called a difference: the device's clock is good for half a microsecond,
-/// and where tensors happen to lie makes a thousandth.
+/// Returns the smallest relative difference that counts: the device's clock resolves half a
+/// microsecond, and the placement of tensors alone makes a thousandth.
 fn floor(milliseconds: f64) -> f64 {
     0.5e-3 / milliseconds + 1e-3
 }
 
-/// Half the width of the interval that holds the true median in 19 of 20 cases, for a few samples
-/// with outliers: the deviation counts them, the median does not, so this errs on the side of
-/// noise. A trend counts too: the medians of the two halves differ by no more than this.
+/// Returns half the width of the 95 % confidence interval of the median, for a few samples with
+/// outliers: these widen the deviation but do not move the median, so the estimate errs on the side
+/// of noise. A trend counts too: the interval is at least as wide as the difference between the
+/// medians of the two halves.
 fn spread_of_median(samples: &[f64]) -> f64 {
     let count = samples.len();
     if count < 2 {
@@ -95,7 +96,7 @@ fn spread_of_median(samples: &[f64]) -> f64 {
     by_deviation.max((median(early) - median(late)).abs() / 2.0)
 }
 
-/// The factor of Student's distribution for 19 of 20 cases, by degrees of freedom.
+/// Returns the two-sided 95 % quantile of Student's t distribution.
 fn student(freedom: usize) -> f64 {
     const TABLE: [f64; 15] =
         [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13];
@@ -103,13 +104,13 @@ fn student(freedom: usize) -> f64 {
     TABLE.get(freedom.saturating_sub(1)).copied().unwrap_or(2.12)
 }
 
-/// The geometric mean; 1 of nothing.
+/// Returns the geometric mean; 1 if there are no numbers.
 pub fn geometric_mean(numbers: impl IntoIterator<Item = f64>) -> f64 {
     let logs: Vec<f64> = numbers.into_iter().map(f64::ln).collect();
     if logs.is_empty() { 1.0 } else { (logs.iter().sum::<f64>() / logs.len() as f64).exp() }
 }
 
-/// Numbers that look random and are the same for a seed.
+/// A pseudo-random generator with a fixed sequence for each seed.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 

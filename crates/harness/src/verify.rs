@@ -1,4 +1,4 @@
-//! Whether what a call left behind is right.
+//! Comparison of a call's results with a reference computed on the host.
 
 use flashcore::serving::Sequences;
 use flashcore::{
@@ -13,7 +13,8 @@ use testing::verdict::compare_tensors;
 use crate::Error;
 use crate::statistics::Random;
 
-/// Floating-point operations of a reference: more, and a sample of the rows is compared.
+/// The floating-point operations of a reference; for larger problems a sample of the rows is
+/// compared.
 const OPERATIONS: f64 = 1e9;
 /// Output elements of a reference: half a gigabyte of f64 for reference and baseline.
 const ELEMENTS: usize = 1 << 25;
@@ -35,7 +36,7 @@ pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Erro
     })
 }
 
-/// The true answer for some inputs, over as many rows as there is time for.
+/// The true results for some inputs, over as many rows as there is time for.
 #[derive(Debug)]
 pub struct Truth {
     problem: Problem,
@@ -44,8 +45,8 @@ pub struct Truth {
     finite: bool,
 }
 
-/// The answer for all sequences, where their lengths are equal, or for one of them as a problem of
-/// its own.
+/// The results of all sequences if their lengths are equal, otherwise of one sequence as a problem
+/// of its own.
 #[derive(Debug)]
 struct Part {
     problem: Problem,
@@ -55,12 +56,12 @@ struct Part {
 }
 
 impl Truth {
-    /// Computes it on the host: no device memory ever holds it.
+    /// Computes the truth on the host: no device memory ever holds it.
     pub fn of(problem: &Problem, inputs: Inputs<'_>, seed: u64) -> Result<Self, Error> {
         Truth::within(OPERATIONS, problem, inputs, seed, None)
     }
 
-    /// The same with about so many floating-point operations.
+    /// Computes the truth within about so many floating-point operations.
     pub fn within(
         operations: f64,
         problem: &Problem,
@@ -93,7 +94,8 @@ impl Truth {
         Ok(Truth { problem: problem.clone(), sequences, parts, finite })
     }
 
-    /// The bytes of log-sum-exps that are right wherever they are compared, of a plain problem.
+    /// Returns log-sum-exps that are right wherever they are compared, as bytes, for a plain
+    /// problem.
     pub fn true_lse(&self, bytes: usize) -> Vec<u8> {
         let mut values = vec![0f32; bytes / 4];
         for Part { reference, .. } in self.parts.iter().filter(|part| part.sequence.is_none()) {
@@ -117,7 +119,7 @@ impl Truth {
         if self.finite {
             let values = tensor.elements();
             let nans = values.nans() + lse.iter().filter(|value| value.is_nan()).count();
-            // Rows of no sequence stay as they were.
+            // Rows that belong to no sequence stay poisoned.
             let unused = self.problem.rows() - self.sequences.rows();
             let holes = nans.saturating_sub(unused * (self.problem.value_head_dim + 1));
             if holes > 0 {

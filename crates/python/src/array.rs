@@ -1,4 +1,4 @@
-//! Arrays of any library that speaks DLPack. Their results are memory of ours, which the library
+//! Results for arrays of any library that supports DLPack: memory allocated here, which the library
 //! takes over.
 
 use std::alloc::{Layout, alloc_zeroed};
@@ -19,13 +19,13 @@ pub(crate) struct Array {
     memory: Arc<Memory>,
     sizes: Vec<i64>,
     element: Element,
-    /// bf16 goes out as 16-bit integers.
+    /// Whether bf16 is exported as 16-bit integers.
     words: bool,
     place: Place,
 }
 
 enum Memory {
-    /// Words of four bytes, so that every element type is aligned.
+    /// Words of four bytes: aligned for every element type.
     Host(Vec<u32>),
     Device(Buffer),
 }
@@ -51,7 +51,7 @@ impl Memory {
 }
 
 impl Array {
-    /// Memory for a result without gaps.
+    /// Allocates memory for a contiguous result.
     pub(crate) fn new(
         place: Place,
         sizes: Vec<i64>,
@@ -83,7 +83,7 @@ impl Array {
         }
     }
 
-    /// Gives the memory to a consumer. On a GPU its stream waits for the result.
+    /// Exports the memory to a consumer. On a GPU the consumer's stream waits for the result.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -112,11 +112,11 @@ impl Array {
     }
 }
 
-/// Makes a consumer's stream wait for ours. Without a stream the host waits.
+/// Makes a consumer's stream wait for ours. Without a stream, the host waits.
 fn order(ordinal: u32, stream: Option<i64>) -> PyResult<()> {
     let gpu = gpu::device(ordinal)?;
     let ordered = || match stream {
-        // The consumer sees to it.
+        // By the protocol, -1 means that the consumer synchronises by itself.
         Some(-1) => Ok(()),
         Some(handle) if handle >= 0 => {
             // 1 and 2, DLPack's names for the default streams, are the driver's names too.
@@ -131,7 +131,7 @@ fn order(ordinal: u32, stream: Option<i64>) -> PyResult<()> {
     ordered().map_err(|error: cuda::Error| error::library(error.into()))
 }
 
-/// Words of zeros. The system has pages of them, so that nobody writes them.
+/// Allocates zeroed words. The operating system's zero pages serve, so that nothing is written.
 fn zeros(words: usize) -> PyResult<Vec<u32>> {
     if words == 0 {
         return Ok(Vec::new());

@@ -1,4 +1,5 @@
-//! Between Python and Rust: panics become exceptions, and those who wait can be interrupted.
+//! The boundary between Python and Rust: panics become exceptions, and work on the CPU can be
+//! interrupted by signals.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,13 +11,14 @@ use pyo3::prelude::*;
 
 use crate::error;
 
-/// How often those who wait for the CPU look for signals: Ctrl-C is answered after one of these and
-/// one tile.
+/// How often a thread that waits for the CPU checks for signals. Ctrl-C takes effect after one
+/// period and the tile being computed.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Does a call. A panic is a defect of ours: it ends the call with an error that says so.
+/// Runs a call. A panic is a defect of FlashCore: it ends the call with an error that says so.
 pub(crate) fn guard<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
-    // Nothing that a call was in the middle of is looked at again, but for what is behind locks.
+    // Unwind safety: nothing that the call was working on is used again, except for state behind
+    // locks.
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(defect(panic.as_ref())))
 }
 
@@ -29,7 +31,7 @@ fn defect(panic: &(dyn Any + Send)) -> PyErr {
     ))
 }
 
-/// Computes on the CPU, detached from Python, and looks for signals meanwhile.
+/// Runs work on the CPU with Python released, checking for signals meanwhile.
 pub(crate) fn compute<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&Cancellation) -> PyResult<T> + Send,
@@ -51,7 +53,8 @@ pub(crate) fn compute<T: Send>(
     }
 }
 
-/// An empty list with room for so many entries, which a caller's sizes ask for.
+/// Returns an empty list with capacity for `count` entries, or `MemoryError`: sizes come from
+/// callers.
 pub(crate) fn room_for<T>(count: usize) -> PyResult<Vec<T>> {
     let mut list = Vec::new();
     list.try_reserve_exact(count)
@@ -59,7 +62,7 @@ pub(crate) fn room_for<T>(count: usize) -> PyResult<Vec<T>> {
     Ok(list)
 }
 
-/// A list of what an iterator gives.
+/// Collects an iterator into a list that is allocated fallibly.
 pub(crate) fn collect<T>(items: impl ExactSizeIterator<Item = PyResult<T>>) -> PyResult<Vec<T>> {
     let mut list = room_for(items.len())?;
     for item in items {

@@ -1,7 +1,7 @@
-//! From a call to its answer: read the tensors, make those of the answer, and run.
+//! Calls from Python: read the tensors, allocate the results, and run.
 //!
-//! Attention has one way for all functions. Between Python and the launch there is: reading three
-//! tensors, checking them, letting the library make the output, and one look-up of the plan.
+//! All attention functions share one path. Between Python and the launch lie only: reading three
+//! tensors, checking them, letting their library allocate the output, and one lookup of the plan.
 
 use std::sync::Arc;
 
@@ -25,10 +25,10 @@ use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
 use crate::{cpu, error, gpu, torch};
 
-/// Answers a call: finds the library of its tensors, reads what they give, and runs it.
+/// Answers a call: finds the library of its tensors, lets `read` check them, and lets `run` do it.
 ///
-/// A call whose tensors are not in memory goes to PyTorch's dispatcher, which knows them or says
-/// what is wrong.
+/// A call on tensors without readable memory is left to PyTorch's dispatcher (`NotImplemented`),
+/// which either has a kernel for them or reports what is wrong.
 fn answer<'py, T>(
     py: Python<'py>,
     entrance: Entrance,
@@ -52,7 +52,7 @@ fn answer<'py, T>(
     }
 }
 
-/// Attention: the output, and the log-sum-exps if asked.
+/// Computes attention; returns the output, and the log-sum-exps if asked for.
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
@@ -126,8 +126,8 @@ fn run<'py>(
         Place::Cuda(ordinal) => {
             let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
-            // Making a plan compiles, and a full queue makes the driver wait, perhaps for work that
-            // needs Python.
+            // Python is released: making a plan compiles, and when the launch queue is full the
+            // driver blocks, perhaps on work that needs Python to proceed.
             let launch = || gpu::attend(gpu, &stream, request, &problem, &output, sums);
             let plan = py.detach(launch)?;
             warn_if_slow(&plan)?;
@@ -149,8 +149,8 @@ fn run<'py>(
     }
 }
 
-/// The gradients of attention over PyTorch's tensors, into those that were given for them. False, and
-/// nothing done, where nothing meets.
+/// Computes the gradients of attention over PyTorch's tensors into the given tensors. Returns false
+/// and does nothing if the query, key or value tensor is empty.
 pub(crate) fn attend_backward(
     given: &Given<'_>,
     numbers: &Bound<'_, PyTuple>,
@@ -190,7 +190,7 @@ pub(crate) fn attend_backward(
     Ok(true)
 }
 
-/// Says once for each plan that its kernel is the slow one, and why.
+/// Warns once for each plan that the slow `scalar` kernel serves it, and why.
 pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let chosen = &plan.plan().chosen;
     if chosen.kernel != "scalar" || !process().tell(plan) {
@@ -199,13 +199,14 @@ pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
     let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
-    // The caller of the function that called.
+    // Stack level 3: the caller of the package's public function.
     Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3))
 }
 
-/// What a call would run on a GPU that need not be there: the problem as a text, the kernel, its
-/// configuration and why. Tensors are (element type, sizes, strides or None, address); backward,
-/// gradients lie as what they are of.
+/// Returns what a call would run on a GPU that need not be present: the problem as text, the
+/// kernel, its configuration, and the reason for the choice. Tensors are (element type, sizes,
+/// strides or None, address). With `backward`, each gradient has the strides of the tensor that it
+/// belongs to.
 pub(crate) fn plan_for(
     tensors: &Bound<'_, PyTuple>,
     numbers: &Bound<'_, PyTuple>,
@@ -237,7 +238,8 @@ pub(crate) fn plan_for(
     Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))
 }
 
-/// A tensor that need not be there: (element type, sizes, strides or None, address).
+/// Reads the description of a tensor without memory: (element type, sizes, strides or None,
+/// address).
 pub(crate) fn described(tensor: &Bound<'_, PyAny>) -> PyResult<Memory> {
     let (dtype, given, strides, address): (String, Vec<i64>, Option<Vec<i64>>, u64) =
         tensor.extract()?;
@@ -258,7 +260,7 @@ pub(crate) fn described(tensor: &Bound<'_, PyAny>) -> PyResult<Memory> {
     Ok(memory)
 }
 
-/// What elements are by the name that Python's libraries give them.
+/// Parses an element type by the name that Python's libraries give it.
 fn element(name: &str) -> Element {
     const KINDS: [&str; 5] = ["uint", "int", "float", "complex", "bool"];
     match float("dtype", name) {
@@ -271,8 +273,8 @@ fn element(name: &str) -> Element {
     }
 }
 
-/// New keys and values into a cache: the queries, rotated where there is an embedding and None
-/// where there is not, and the new lengths.
+/// Appends new keys and values to a KV cache; returns the queries (rotated if there are rotary
+/// tables, otherwise None) and the new lengths.
 pub(crate) fn append<'py>(
     tensors: &Bound<'py, PyTuple>,
     flags: &Bound<'py, PyTuple>,
@@ -321,8 +323,9 @@ fn write<'py>(
     Ok((rotated, lengths.object).into_pyobject(py)?.into_any())
 }
 
-/// Parts in one tensor put together: the output, (batch, length, heads, dim), and the
-/// log-sum-exps, (batch, heads, length). The output is written to `out` where that is given.
+/// Combines partial results stacked in one tensor; returns the output as (batch, length, heads,
+/// dim) and the log-sum-exps as (batch, heads, length). The output is written to `out` if that is
+/// given.
 pub(crate) fn combine<'py>(
     tensors: &Bound<'py, PyTuple>,
     dtype: Option<&str>,
@@ -347,7 +350,7 @@ pub(crate) fn combine<'py>(
     })
 }
 
-/// Two answers of attention put together: output and log-sum-exps in the caller's dimensions.
+/// Merges two attention results; returns output and log-sum-exps in the caller's dimensions.
 pub(crate) fn merge_states<'py>(
     tensors: &Bound<'py, PyTuple>,
     entrance: Entrance,
@@ -365,7 +368,7 @@ pub(crate) fn merge_states<'py>(
     })
 }
 
-/// Merges into `out`, or into a tensor that is made for it.
+/// Combines parts into `out`, or into a newly allocated tensor.
 fn merge<'py>(
     library: &Library<'py>,
     py: Python<'py>,
@@ -405,7 +408,7 @@ fn merge<'py>(
     Ok((made, lse))
 }
 
-/// An element type that outputs have, by name.
+/// Parses the name of an element type that outputs may have: 16 or 32 bits.
 fn wide(argument: &str, name: &str) -> PyResult<DType> {
     match float(argument, name)? {
         dtype if dtype.is_8_bit() => Err(PyValueError::new_err(format!(
@@ -415,7 +418,7 @@ fn wide(argument: &str, name: &str) -> PyResult<DType> {
     }
 }
 
-/// An element type by the name that Python's libraries give it.
+/// Parses a floating-point (or int8) element type by the name that Python's libraries give it.
 fn float(argument: &str, name: &str) -> PyResult<DType> {
     match name {
         "float32" => Ok(DType::F32),

@@ -1,4 +1,4 @@
-//! Descale factors of 8-bit tensors: what a call gives, checked.
+//! Descale factors of 8-bit tensors, checked against the tensors that they scale.
 
 use flashcore::{DType, Descale};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -6,27 +6,28 @@ use pyo3::prelude::*;
 
 use crate::view::{Element, Form, Memory, Place, View};
 
-/// What descale factors go with.
+/// The call that descale factors have to fit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Factors {
     pub(crate) sequences: i64,
-    /// Entries or pages, positions and heads of the keys.
+    /// Batch entries or pages, positions and heads of the keys.
     pub(crate) keys: [i64; 3],
-    /// Whether the keys have no dimension of entries.
+    /// Whether the keys are packed and so have no batch dimension.
     pub(crate) packed: bool,
-    /// Whether there may be a factor for each token: not for queries.
+    /// Whether per-token factors are allowed; they are not for queries.
     pub(crate) tokens: bool,
-    /// Where the first tensor is, and its name.
+    /// The device and the name of the call's first tensor.
     pub(crate) place: Place,
     pub(crate) first: &'static str,
 }
 
 impl Factors {
-    /// The factors as (batch, length, heads, 1), and over what they range.
+    /// Returns the factors as a (batch, length, heads, 1) view, and their granularity.
     ///
-    /// The caller has one number, one for each key head, or one for each sequence and key head; or
-    /// one for each token and head, in the shape of the keys without their last dimension. Where
-    /// packed keys are as many as sequences, two dimensions are sequences and heads.
+    /// The caller gives one number, one for each key head, one for each sequence and key head, or
+    /// one for each token and key head in the shape of the keys without their last dimension. If
+    /// there are as many packed keys as sequences, two dimensions are taken for sequences and
+    /// heads.
     pub(crate) fn read(&self, name: &str, memory: &Memory) -> PyResult<(Descale, View)> {
         let Factors { sequences, keys: [count, rows, heads], packed, tokens, place, .. } = *self;
         memory.on(name, place, self.first)?;

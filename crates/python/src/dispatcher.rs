@@ -1,8 +1,9 @@
-//! Kernels that PyTorch's dispatcher calls without Python: those of our operators, and those that
-//! PyTorch's own attention runs on after `flashcore.torch.activate`, with PyTorch's own autograd on top.
+//! Kernels that PyTorch's dispatcher calls without Python: those of our own operators, and those of
+//! PyTorch's flash-attention operators after `flashcore.torch.activate`, which have PyTorch's own
+//! autograd on top.
 //!
-//! They answer as the Python functions of the same operators do, which serve where PyTorch has no
-//! stable interface.
+//! They compute the same as the Python implementations of these operators, which serve where
+//! PyTorch's stable interface is not available.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString};
@@ -31,7 +32,7 @@ kernel!(attention_with_lse, answer_attention_with_lse);
 kernel!(attention_with_lse_all, answer_attention_with_lse_all);
 kernel!(attention_backward, answer_attention_backward);
 
-/// PyTorch's operators.
+/// The operators of PyTorch that are replaced.
 const PYTORCH: [(&CStr, Kernel); 2] = [
     (c"_scaled_dot_product_flash_attention", heads_first),
     (c"_scaled_dot_product_flash_attention_backward", heads_first_backward),
@@ -46,28 +47,30 @@ const OURS: [(&CStr, Kernel); 5] = [
     (c"attention_backward", attention_backward),
 ];
 
-/// One that panics, in a namespace of its own. For tests.
+/// An operator that panics, in a namespace of its own. For tests.
 const PANICKING: (&str, [(&CStr, Kernel); 1]) = ("flashcore_panic", [(c"panic", panic)]);
 
-/// Refuses dropout and the mask that PyTorch's operators may be asked for, or returns.
+/// The Python function that raises for dropout or a debug mask, which PyTorch's operators may ask
+/// for.
 static REFUSE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Kernels of a namespace's operators for a dispatch key, until they are removed.
+/// Kernels registered for the operators of a namespace under one dispatch key, until removed.
 #[pyclass(module = "flashcore._flashcore", frozen)]
 pub(crate) struct Kernels {
-    /// None once they were removed.
+    /// PyTorch's handle of the registration; None once it was removed.
     library: Mutex<Option<usize>>,
     torch: &'static Stable,
-    /// The operators that have them.
+    /// The names of the operators that have such kernels.
     #[pyo3(get)]
     operators: Vec<&'static str>,
 }
 
 #[pymethods]
 impl Kernels {
-    /// Kernels for PyTorch's operators, or for ours in another namespace, in the PyTorch whose extension
-    /// module is a file. `refuse` is called with a dropout and whether a mask is wanted, where either
-    /// is. None where that PyTorch has not the interface.
+    /// Registers kernels for PyTorch's operators (namespace `aten`) or for ours, in the PyTorch
+    /// whose extension module is `file`. `refuse` is called with the dropout probability and
+    /// whether a debug mask is wanted, if either is asked for. Returns None if that PyTorch lacks
+    /// the stable interface.
     #[staticmethod]
     #[pyo3(signature = (file, namespace, key, refuse=None, /))]
     fn register(
@@ -93,7 +96,7 @@ impl Kernels {
         })
     }
 
-    /// Gives the operators back to the kernels that they had before.
+    /// Removes the registration: the operators get back the kernels that they had before.
     fn remove(&self) -> PyResult<()> {
         guard(|| {
             if let Some(library) = crate::process::lock(&self.library).take() {
@@ -140,7 +143,7 @@ unsafe extern "C" fn answer_heads_first(slots: *mut u64, arguments: u64) -> *con
             Value::Tensor(none),
         ])
     };
-    // SAFETY: PyTorch's slots; the arguments and results are those of the schema above.
+    // SAFETY: the slots are PyTorch's; `run` takes and returns what the schema above says.
     unsafe { Stable::answer(slots, arguments, run) }
 }
 
@@ -187,7 +190,7 @@ unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64
         run_backward(torch, &call, torch.is_deterministic(), &gradients)?;
         Ok(gradients.map(Value::Tensor))
     };
-    // SAFETY: PyTorch's slots; the arguments and results are those of the schema above.
+    // SAFETY: the slots are PyTorch's; `run` takes and returns what the schema above says.
     unsafe { Stable::answer(slots, arguments, run) }
 }
 
@@ -196,11 +199,11 @@ unsafe extern "C" fn answer_panic(slots: *mut u64, arguments: u64) -> *const Fai
         let _tensor = given.tensor()?;
         panic!("a kernel that panics")
     };
-    // SAFETY: PyTorch's slots; the schema is that of the test.
+    // SAFETY: the slots are PyTorch's; the schema is the one that the test registers.
     unsafe { Stable::answer(slots, arguments, run) }
 }
 
-/// Writes gradients, which are zero where nothing meets.
+/// Writes the gradients; they are zero if the query, key or value tensor is empty.
 fn run_backward<'a>(
     torch: &'static Stable,
     call: &Backward,
@@ -214,12 +217,12 @@ fn run_backward<'a>(
     }
 }
 
-/// Copies of tensors that kernels cannot read as they lie, alive until the launch.
+/// Copies of tensors whose layout kernels cannot read, kept alive until the launch.
 #[derive(Default)]
 struct Copies(RefCell<Vec<Tensor>>);
 
 impl Copies {
-    /// What a tensor is, or its copy without gaps where it does not fit.
+    /// Reads a tensor, or a contiguous copy of it if its layout does not satisfy `fits`.
     fn read(
         &self,
         tensor: &Tensor,
@@ -237,8 +240,8 @@ impl Copies {
     }
 }
 
-/// Where a causal mask is anchored: PyTorch's function at the first key, its operators at the last one,
-/// which is the same where there are as many keys as queries.
+/// Where a causal mask is anchored: PyTorch's `scaled_dot_product_attention` anchors it at the
+/// first key, PyTorch's operators at the last one. With as many keys as queries the two agree.
 #[derive(Clone, Copy)]
 enum Anchored {
     First,
@@ -258,7 +261,8 @@ impl Anchored {
         }
     }
 
-    /// A tensor with heads first, as the function takes it.
+    /// Converts a (batch, heads, length, dim) tensor to the order that [`Anchored::function`]
+    /// takes.
     fn turned(self, memory: &Memory) -> Memory {
         match self {
             Anchored::First => *memory,
@@ -287,7 +291,8 @@ fn read<const COUNT: usize>(
     Ok(memories.map(|memory| memory.expect("each was read")))
 }
 
-/// Refuses what PyTorch's operators can do and these kernels cannot, in Python's words.
+/// Refuses what PyTorch's operators can do and these kernels cannot, with the error that Python
+/// raises.
 fn refuse(dropout: f64, mask: bool) -> PyResult<()> {
     if dropout == 0.0 && !mask {
         return Ok(());
@@ -314,7 +319,7 @@ fn finite(name: &str, number: f64) -> PyResult<f32> {
 }
 
 unsafe extern "C" fn answer_attention(slots: *mut u64, arguments: u64) -> *const Failed {
-    // SAFETY: PyTorch's slots; the schema is in `_torch.py`, here and below.
+    // SAFETY: the slots are PyTorch's; the schema is in `_torch.py`, here and below.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.output(torch)) }
 }
 
@@ -351,19 +356,19 @@ unsafe extern "C" fn answer_attention_backward(slots: *mut u64, arguments: u64) 
     unsafe { Stable::answer(slots, arguments, run) }
 }
 
-/// The tensors of lists that our operators take.
+/// The number of optional tensors of our operators: lists, slopes, sinks and descale factors.
 const LISTS: usize = 12;
-/// Where sinks are among them.
+/// The index of the sinks among them.
 const SINKS: usize = 8;
 
-/// A call of one of our operators.
+/// The arguments of a call of one of our operators.
 struct Ours {
-    /// Those that are packed into the one before are missing.
+    /// Queries, keys and values; a tensor that is packed into an earlier one is missing.
     first: [Option<Tensor>; 3],
     lists: [Option<Tensor>; LISTS],
     numbers: Numbers,
     called: Called,
-    /// Whether gradients must be the same bit for bit.
+    /// Whether gradients must be bitwise reproducible.
     deterministic: bool,
 }
 
@@ -442,7 +447,7 @@ impl Ours {
         Ok((out, lse))
     }
 
-    /// What the call gives; tensors of rows that do not fit are copied.
+    /// Reads the request; query, key and value tensors that do not satisfy `fits` are copied.
     fn request(&self, copies: &Copies, fits: fn(&Memory) -> bool) -> PyResult<Request> {
         let names = self.called.function.names();
         let rows = self.first.len();
@@ -461,8 +466,8 @@ impl Ours {
         })
     }
 
-    /// The gradients that are needed of queries, keys, values and sinks, from the gradient of the output,
-    /// the output and its log-sum-exps.
+    /// Computes gradients of queries, keys, values and sinks from dO, O and the log-sum-exps, and
+    /// returns those that are `needed`.
     fn differentiate(
         self,
         torch: &'static Stable,
@@ -502,8 +507,9 @@ impl Ours {
         Ok(chosen.filter_map(|(gradient, _)| gradient).collect())
     }
 
-    /// Memory for the gradients of the first tensors and of sinks: zeros where not all that somebody needs
-    /// is written, which are rows of no sequence and keys behind the last query's.
+    /// Allocates the gradients of queries, keys, values and sinks. A needed gradient is zeroed
+    /// first if the kernels do not write all of it: rows that belong to no sequence, and keys
+    /// beyond the last query of a causal mask anchored at the first key.
     fn gradients(
         &self,
         request: &Request,
@@ -526,7 +532,8 @@ impl Ours {
     }
 }
 
-/// The tensor of queries, keys or values, and which part of it they are where they are packed.
+/// Returns the tensor that holds the queries (0), keys (1) or values (2), and their index in it if
+/// it is packed.
 fn row<'a>(
     tensors: &'a [Option<Tensor>; 3],
     at: usize,
@@ -542,7 +549,7 @@ fn row<'a>(
     }
 }
 
-/// A part of a packed tensor, or a tensor.
+/// Selects a part of a packed tensor; an unpacked tensor is returned as it is.
 fn of(memory: Memory, part: Option<u64>) -> Memory {
     part.map_or(memory, |part| memory.part(part))
 }

@@ -1,4 +1,4 @@
-//! Who does what where a sequence is spread over ranks: the library's answers as tuples.
+//! Context parallelism: the library's schedule of attention over ranks, as tuples for Python.
 
 use std::ops::Range;
 
@@ -10,24 +10,26 @@ use pyo3::prelude::*;
 use crate::boundary::guard;
 use crate::error;
 
-/// From a row to another.
+/// A range of rows: first, and one past the last.
 type Span = (usize, usize);
-/// Rows of another rank.
+/// Ranks, each with ranges of its rows.
 type Others = Vec<(usize, Vec<Span>)>;
-/// Keys before and after that are seen, and blocks: sequence, queries, keys.
+/// The visible keys before and after a query (-1: unbounded), and blocks of (sequence, queries,
+/// keys).
 type Launch = ((i64, i64), Vec<(usize, Span, Span)>);
-/// What is received, sent and computed.
+/// Rows received, rows sent, and the launches of a step.
 type Step = (Others, Others, Vec<Launch>);
 
-/// Attention spread over ranks.
+/// The distribution of attention over ranks.
 #[pyclass(frozen, name = "Distribution", module = "flashcore._flashcore")]
 pub(crate) struct Distribution(distributed::Distribution);
 
 #[pymethods]
 impl Distribution {
-    /// From the number of ranks, the lengths of sequences, how many there are of the only length or
-    /// None, keys before and after that are seen or None, the variant and its nodes, the order, and query
-    /// heads, key heads, dims and bytes of an element.
+    /// Takes the number of ranks; the lengths of sequences; the batch size if all have one length,
+    /// or None; the visible keys before and after a query, or None; the variant and its number of
+    /// nodes; the order of rows; and query heads, key heads, head dim, value head dim and bytes of
+    /// an element.
     #[new]
     #[pyo3(signature = (ranks, lengths, batch, window, variant, nodes, order, heads, /))]
     #[allow(clippy::too_many_arguments, reason = "read by position, from one place in Python")]
@@ -84,19 +86,20 @@ impl Distribution {
         self.0.members()
     }
 
-    /// Whether an all-gather is one of everything.
+    /// Returns whether an all-gather exchanges all rows.
     #[getter]
     fn gathers_all(&self) -> bool {
         self.0.gathers_all()
     }
 
-    /// Of each piece that a rank owns: its sequence and its rows.
+    /// Returns the sequence and the rows of each piece that a rank owns.
     #[pyo3(signature = (rank, /))]
     fn pieces(&self, rank: usize) -> PyResult<Vec<(usize, Span)>> {
         guard(|| Ok(pieces(self.0.pieces(self.within(rank, self.0.ranks())?))))
     }
 
-    /// What a member of a node has once heads are exchanged for rows: of which node, and which of its rows.
+    /// Returns the rows that a member has once heads are exchanged for rows: the node that each
+    /// range comes from, and the range in that node's rows.
     #[pyo3(signature = (member, /))]
     fn exchanged(&self, member: usize) -> PyResult<Vec<(usize, Span)>> {
         guard(|| {
@@ -105,7 +108,7 @@ impl Distribution {
         })
     }
 
-    /// The query heads of a node, and for each of its key heads which one it is.
+    /// Returns the range of query heads of a node, and the index of each of its key heads.
     #[pyo3(signature = (node, /))]
     fn heads(&self, node: usize) -> PyResult<(Span, Vec<usize>)> {
         guard(|| {
@@ -114,7 +117,7 @@ impl Distribution {
         })
     }
 
-    /// The steps of a rank.
+    /// Returns the steps of a rank.
     #[pyo3(signature = (rank, /))]
     fn steps(&self, rank: usize) -> PyResult<Vec<Step>> {
         guard(|| {
@@ -127,7 +130,8 @@ impl Distribution {
         })
     }
 
-    /// The keys of an all-gather by positions: whose, and which rows of those that this rank sent.
+    /// Returns the gathered keys in order of position: the rank that sent them, and which of its
+    /// rows.
     #[pyo3(signature = (rank, /))]
     fn gathered(&self, rank: usize) -> PyResult<Vec<(usize, Span)>> {
         guard(|| {
@@ -136,7 +140,7 @@ impl Distribution {
         })
     }
 
-    /// The bytes that a rank sends, forward and backward.
+    /// Returns the bytes that a rank sends in the forward and in the backward pass.
     #[pyo3(signature = (rank, /))]
     fn sent(&self, rank: usize) -> PyResult<(u64, u64)> {
         guard(|| {

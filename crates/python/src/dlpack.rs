@@ -1,7 +1,8 @@
-//! DLPack: how array libraries show each other their memory.
+//! DLPack: the protocol by which array libraries share memory. Borrows the arrays of others and
+//! exports results.
 //!
-//! The structures are those of version 1 of the protocol; tensors of the protocol before it, which
-//! had no version, are taken too.
+//! The structures are those of version 1 of the protocol; unversioned tensors of the protocol
+//! before it are accepted too.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -27,7 +28,7 @@ const BFLOAT: u8 = 4;
 const FLOAT8_E4M3FN: u8 = 10;
 const FLOAT8_E5M2: u8 = 12;
 
-/// The flag of a tensor that must not be written.
+/// Flag of a tensor that must not be written.
 const READ_ONLY: u64 = 1;
 
 const NAME: &CStr = c"dltensor";
@@ -85,7 +86,7 @@ struct ManagedVersioned {
     tensor: Tensor,
 }
 
-/// `DLPackExchangeAPI`: a producer's C functions, which spare the capsules.
+/// `DLPackExchangeAPI`: a producer's C functions, which avoid making capsules.
 #[repr(C)]
 pub(crate) struct Exchange {
     version: Version,
@@ -97,12 +98,13 @@ pub(crate) struct Exchange {
     current_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> i32>,
 }
 
-// SAFETY: a table that nobody changes; its functions may be called by whoever is attached to
-// Python, which those who call them here are.
+// SAFETY: the table is constant; its functions may be called by any thread attached to Python,
+// which the callers here are.
 unsafe impl Sync for Exchange {}
 
 impl Exchange {
-    /// The functions of a type, where it has them. They live as long as the process.
+    /// Returns the exchange functions of a tensor type, if it has them. They live as long as the
+    /// process.
     pub(crate) fn of(kind: &Bound<'_, PyAny>) -> Option<&'static Exchange> {
         let capsule = kind.getattr(intern!(kind.py(), "__dlpack_c_exchange_api__")).ok()?;
         let capsule = capsule.cast::<PyCapsule>().ok()?;
@@ -114,7 +116,7 @@ impl Exchange {
         (exchange.version.major == 1 && whole).then_some(exchange)
     }
 
-    /// What the tensor is. The object must be of the type that the functions belong to.
+    /// Reads the memory of a tensor. The object must be of the type that the functions belong to.
     pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         let function = self.tensor_from_object.expect("looked for when it was found");
         let mut tensor = Tensor::EMPTY;
@@ -128,7 +130,7 @@ impl Exchange {
         }
     }
 
-    /// The stream on which the producer's work goes now.
+    /// Returns the producer's current stream.
     pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
         let function = self.current_stream.expect("looked for when it was found");
         let mut stream = std::ptr::null_mut();
@@ -151,8 +153,9 @@ impl Tensor {
         byte_offset: 0,
     };
 
-    /// What the tensor is. `words` takes 16-bit integers for the bits of bf16, which NumPy cannot
-    /// name, and those of 8 bits for e4m3 without a sign and for what it says with one.
+    /// Reads the memory of the tensor. With `words`, 16-bit unsigned integers are the bits of bf16,
+    /// which NumPy cannot name; 8-bit integers are e4m3 if unsigned, and the type in `words` if
+    /// signed.
     ///
     /// # Safety
     ///
@@ -188,7 +191,7 @@ impl Tensor {
                     BFLOAT => "bfloat",
                     5 => "complex",
                     6 => "bool",
-                    // Those of 8, 6 and 4 bits.
+                    // Floats of 8, 6 and 4 bits.
                     7..=17 => "float",
                     _ => "type",
                 };
@@ -225,17 +228,17 @@ impl Tensor {
     }
 }
 
-/// A tensor that a producer lends for as long as this lives.
+/// A tensor that a producer lends for as long as this value lives.
 pub(crate) struct Lent<'py> {
     pub(crate) memory: Memory,
     /// Whether the producer forbids writing.
     pub(crate) read_only: bool,
-    /// Not taken over: its own destructor gives the tensor back.
+    /// The capsule is not consumed: its own destructor returns the tensor.
     _capsule: Bound<'py, PyAny>,
 }
 
-/// Asks an object for its memory. On a GPU, what was put on the producer's streams is done before
-/// what comes next on `stream`.
+/// Borrows the memory of an object. On a GPU, work already on the producer's streams completes
+/// before later work on `stream`.
 pub(crate) fn borrow<'py>(
     object: &Bound<'py, PyAny>,
     name: &str,
@@ -267,7 +270,7 @@ pub(crate) fn borrow<'py>(
         if !error.is_instance_of::<PyTypeError>(py) {
             return Err(error);
         }
-        // A producer of the time before versions.
+        // A producer without versions does not know `max_version`.
         arguments.del_item(intern!(py, "max_version"))?;
         method.call((), Some(&arguments))
     });
@@ -301,7 +304,7 @@ pub(crate) fn borrow<'py>(
     Ok(Lent { memory, read_only, _capsule: capsule })
 }
 
-/// Whether it is a masked array of NumPy's, or of a kind made from it.
+/// Returns whether the object is a NumPy masked array or of a subclass.
 fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let kinds = object.get_type().mro();
     Ok(kinds.iter().any(|kind| {
@@ -310,8 +313,8 @@ fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     }))
 }
 
-/// Why an object does not show its memory, with its name: big-endian numbers, objects and narrow
-/// element types have no name in DLPack. What has gone wrong in the machine is passed on.
+/// Explains, with the argument's name, why an object does not export its memory: DLPack cannot
+/// express big-endian numbers, objects and narrow element types. Other errors are passed on.
 #[cold]
 fn unexported(error: PyErr, object: &Bound<'_, PyAny>, name: &str) -> PyErr {
     let py = object.py();
@@ -332,19 +335,19 @@ fn unexported(error: PyErr, object: &Bound<'_, PyAny>, name: &str) -> PyErr {
     ))
 }
 
-/// What an exported tensor is made of.
+/// A tensor to be exported.
 pub(crate) struct Export<T> {
     pub(crate) address: u64,
     pub(crate) sizes: Vec<i64>,
     pub(crate) device: Device,
-    /// bf16 goes out as 16-bit integers where `words` is set.
+    /// bf16 is exported as 16-bit integers if `words` is set.
     pub(crate) element: Element,
     pub(crate) words: bool,
-    /// Keeps the memory.
+    /// Keeps the memory alive.
     pub(crate) owner: T,
 }
 
-/// What the structures of an exported tensor point to.
+/// Data that the structures of an exported tensor point to.
 struct Kept<T> {
     sizes: Vec<i64>,
     strides: Vec<i64>,
@@ -352,7 +355,7 @@ struct Kept<T> {
 }
 
 impl<T: Send> Export<T> {
-    /// A capsule of the new protocol or of the old one.
+    /// Returns a capsule of the versioned protocol or of the unversioned one.
     pub(crate) fn capsule(self, py: Python<'_>, versioned: bool) -> PyResult<Bound<'_, PyAny>> {
         let (managed, name): (*mut c_void, _) = match versioned {
             true => (self.versioned()?.cast(), NAME_VERSIONED),
@@ -364,7 +367,7 @@ impl<T: Send> Export<T> {
         unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
     }
 
-    /// The structure of the new protocol, which its deleter frees.
+    /// Makes the structure of the versioned protocol, which its deleter frees.
     fn versioned(self) -> PyResult<*mut ManagedVersioned> {
         let (tensor, context) = self.tensor()?;
         let version = Version { major: 1, minor: 0 };
@@ -373,14 +376,14 @@ impl<T: Send> Export<T> {
         Ok(Box::into_raw(Box::new(managed)))
     }
 
-    /// That of the old one.
+    /// Makes the structure of the unversioned protocol, which its deleter frees.
     fn managed(self) -> PyResult<*mut Managed> {
         let (tensor, context) = self.tensor()?;
         let deleter = Some(delete::<T> as _);
         Ok(Box::into_raw(Box::new(Managed { tensor, context, deleter })))
     }
 
-    /// The tensor, and what it points to.
+    /// Makes the `DLTensor`, and the context that owns what it points to.
     fn tensor(self) -> PyResult<(Tensor, *mut c_void)> {
         let mut strides = vec![1; self.sizes.len()];
         for index in (1..self.sizes.len()).rev() {
@@ -421,7 +424,7 @@ unsafe extern "C" fn delete<T>(managed: *mut Managed) {
     }
 }
 
-/// As [`delete`].
+/// Frees what `Export::versioned` made.
 unsafe extern "C" fn delete_versioned<T>(managed: *mut ManagedVersioned) {
     // SAFETY: as above.
     unsafe {
@@ -430,7 +433,8 @@ unsafe extern "C" fn delete_versioned<T>(managed: *mut ManagedVersioned) {
     }
 }
 
-/// A capsule that nobody consumed: a consumer renames it.
+/// Destructor of a capsule: frees the tensor unless a consumer has taken it, which renames the
+/// capsule.
 unsafe extern "C" fn give_back(capsule: *mut ffi::PyObject) {
     // SAFETY: Python gives the capsule that is being destroyed; the pointer under the first name
     // is ours, and so is its deleter.

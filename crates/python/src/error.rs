@@ -1,4 +1,4 @@
-//! The library's errors as Python's exceptions.
+//! Conversion of the library's errors to Python's exceptions.
 
 use std::fmt::Display;
 
@@ -7,17 +7,17 @@ use flashcore::{BackendError, Error, ProblemError, TensorError};
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// For what a caller can put right.
+/// Makes a `ValueError`: the caller can correct it.
 pub(crate) fn value(error: impl Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
-/// For what the machine did not do.
+/// Makes a `RuntimeError`: the machine or the driver failed.
 pub(crate) fn runtime(error: impl Display) -> PyErr {
     PyRuntimeError::new_err(error.to_string())
 }
 
-/// For any error of the library.
+/// Converts any error of the library.
 pub(crate) fn library(error: Error) -> PyErr {
     match &error {
         Error::Tensor(TensorError::OutOfMemory { .. } | TensorError::TooLarge(_))
@@ -27,12 +27,12 @@ pub(crate) fn library(error: Error) -> PyErr {
         | Error::Gpu(GpuError::Driver(cuda::Error::OutOfMemory { .. })) => {
             PyMemoryError::new_err(error.to_string())
         }
-        // What no kernel serves is no failure of the machine.
+        // A call that no kernel serves is not a failure of the machine.
         Error::Backend(BackendError::Unsupported { .. })
         | Error::Gpu(GpuError::Unsupported { .. } | GpuError::TooLarge { .. }) => {
             PyNotImplementedError::new_err(error.to_string())
         }
-        // Not of the caller's making.
+        // The caller did not cause these.
         Error::Backend(BackendError::Threads(_) | BackendError::Cancelled) => runtime(error),
         Error::Problem(_)
         | Error::Tensor(_)
@@ -43,7 +43,7 @@ pub(crate) fn library(error: Error) -> PyErr {
     }
 }
 
-/// The same, with the names that the caller gave to tensors.
+/// Converts an error of the library, replacing roles of tensors by the caller's argument names.
 pub(crate) fn named(error: Error, roles: &[(&'static str, &'static str)]) -> PyErr {
     match error {
         Error::Gpu(GpuError::Tensor { tensor, reason }) => {

@@ -1,4 +1,5 @@
-//! Devices, and all that is asked of the library there.
+//! Opened devices, and the launches of checked calls on them: attention, its backward pass,
+//! appending to a KV cache, and combining partial results.
 
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ pub(crate) fn finish_compiling() {
     }
 }
 
-/// The device of an ordinal, opened the first time.
+/// Returns the device of an ordinal, opening it at its first use.
 pub(crate) fn device(ordinal: u32) -> PyResult<&'static Gpu> {
     let mut devices = lock(&process().devices);
     if let Some((_, gpu)) = devices.iter().find(|(found, _)| *found == ordinal) {
@@ -43,7 +44,7 @@ pub(crate) fn device(ordinal: u32) -> PyResult<&'static Gpu> {
     Ok(gpu)
 }
 
-/// Puts attention on a stream; log-sum-exps go to `lse`, or nowhere.
+/// Launches attention on a stream; log-sum-exps are written to `lse` if it is given.
 pub(crate) fn attend(
     gpu: &Gpu,
     stream: &Stream,
@@ -59,7 +60,7 @@ pub(crate) fn attend(
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
 }
 
-/// Gives a call the lists that are known of its mask's blocks.
+/// Adds the cached block lists of the call's mask function, if any, to its tensors.
 fn with_lists(
     gpu: &Gpu,
     stream: &Stream,
@@ -72,7 +73,7 @@ fn with_lists(
     blocks.join(gpu, stream, &plan, tensors).map_err(library)
 }
 
-/// Puts the gradients of attention on a stream.
+/// Launches the backward pass of attention on a stream.
 pub(crate) fn differentiate(
     gpu: &Gpu,
     stream: &Stream,
@@ -84,7 +85,8 @@ pub(crate) fn differentiate(
     gpu.attend(stream, problem, &tensors).map_err(library)
 }
 
-/// Puts appending on a stream: queries go to `rotated`, new lengths to `after`.
+/// Launches an append to a KV cache on a stream: rotated queries are written to `rotated`, the new
+/// lengths to `after`.
 pub(crate) fn append(
     gpu: &Gpu,
     stream: &Stream,
@@ -137,7 +139,7 @@ fn append_problem(update: &Update) -> AppendProblem {
     let [entries, page, shared, dim] = update.key_cache.form.sizes.map(|size| size as usize);
     let [_, query_rows, heads, _] = update.query.form.sizes.map(|size| size as usize);
     let rotary = update.rotary.as_ref();
-    // Where queries advance, the mask hides something.
+    // The kernel gives queries successive positions exactly where the mask hides something.
     let mask = if rotary.is_some_and(|it| it.advancing) { Mask::CAUSAL } else { Mask::NONE };
     let queries = match &update.query_starts {
         Some(_) => Storage::Packed(query_rows),
@@ -163,20 +165,21 @@ fn append_problem(update: &Update) -> AppendProblem {
     let descale = |at: usize| update.descales[at].map_or(Descale::None, |(descale, _)| descale);
     cache.descales = Descales { query: Descale::None, key: descale(0), value: descale(1) };
     let rows = update.key.form.sizes[1] as usize;
-    // No sequence gets more than all of them, nor than it has room for.
+    // No sequence gets more rows than there are, nor more than it has room for.
     let mut problem = AppendProblem::new(cache, rows.min(update.room).max(1));
     problem.new_rows = rows;
     problem.packed_new = update.key_starts.is_some();
     if let Some(rotary) = rotary {
         let (positions, dim) = rotary.sizes();
         problem = problem.with_rotary(dim, rotary.interleaved, positions);
-        // Without queries there are none to be rotated.
+        // Without queries there is nothing to rotate.
         problem.rotated_queries = query_rows > 0;
     }
     problem
 }
 
-/// Puts combining on a stream; log-sum-exps go to (batch, heads, length).
+/// Launches the combination of partial results on a stream; `lse` is stored as (batch, heads,
+/// length).
 pub(crate) fn combine(
     gpu: &Gpu,
     stream: &Stream,
@@ -197,7 +200,7 @@ pub(crate) fn combine(
         lse: lse.on_device(lse.address),
     };
     let part = |at: usize| state(&parts.outputs[at], &parts.lses[at]);
-    // From each part to the next it is as far as from the first to the second.
+    // All parts are equally far apart: the first two determine the stride between parts.
     let first = [part(0), part(usize::from(problem.parts > 1))];
     let roles = [
         ("partial output", parts.name),

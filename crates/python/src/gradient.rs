@@ -1,4 +1,4 @@
-//! The backward pass of attention: what a call gives, checked.
+//! The backward attention call: its tensors, checked against those of the forward call.
 
 use flashcore::gpu::{Gradients, Tensors};
 use flashcore::{DType, Descales, Problem};
@@ -12,13 +12,13 @@ use crate::request::{Function, Request, TENSORS, address, named, needed};
 use crate::rules::Rules;
 use crate::view::{Element, Memory, View};
 
-/// What the forward call saved, and what is differentiated.
+/// Names of the tensors that the forward call saved, and of dO.
 const SAVED: [&str; 3] = ["out", "softmax_lse", "dout"];
-/// Where gradients go.
+/// Names of the tensors that gradients are written to.
 const GRADIENTS: [&str; 4] = ["dq", "dk", "dv", "ds_aux"];
 
-/// A backward call's tensors: those of the forward call, what that saved with the gradient of its
-/// output, and where gradients go.
+/// The tensors of a backward call: those of the forward call, its saved results with dO, and the
+/// tensors that gradients are written to.
 pub(crate) struct Given<'py> {
     pub(crate) forward: [Named<'py>; TENSORS],
     saved: [Named<'py>; SAVED.len()],
@@ -43,23 +43,23 @@ impl<'py> Given<'py> {
     }
 }
 
-/// A backward call.
+/// A backward call whose tensors were read.
 #[derive(Debug)]
 pub(crate) struct Backward {
     pub(crate) request: Request,
     pub(crate) output: View,
-    /// Without gaps.
+    /// The log-sum-exps, contiguous.
     pub(crate) lse: Memory,
     pub(crate) output_gradient: View,
-    /// Where the gradients of queries, keys and values go.
+    /// The tensors that dQ, dK and dV are written to.
     pub(crate) gradients: [View; 3],
-    /// Where those of sinks go: there where there are sinks.
+    /// The tensor that the gradient of the sinks is written to; present if there are sinks.
     pub(crate) sinks: Option<Memory>,
 }
 
 impl Backward {
-    /// Reads the tensors of a call. Kernels cannot walk every tensor that the forward pass can, nor
-    /// every gradient that autograd gives: what they cannot walk is copied.
+    /// Reads the tensors of a call. Backward kernels accept fewer layouts than the forward pass,
+    /// and autograd may pass a dO of any layout: tensors that they cannot walk are copied.
     pub(crate) fn read<'py>(
         library: &Library<'py>,
         function: Function,
@@ -99,7 +99,7 @@ impl Backward {
         Ok(call)
     }
 
-    /// Refuses what does not go with the tensors of the forward call.
+    /// Refuses tensors that do not fit those of the forward call.
     pub(crate) fn check(&self) -> PyResult<()> {
         let Request { query, key, value, .. } = &self.request;
         let [q, k, v, ..] = *self.request.names();
@@ -140,13 +140,13 @@ impl Backward {
         Ok(())
     }
 
-    /// The problem that it poses.
+    /// Returns the problem that the call poses.
     pub(crate) fn problem(&self, deterministic: bool) -> PyResult<Problem> {
         let problem = self.request.problem()?.backward();
         Ok(if deterministic { problem.deterministic() } else { problem })
     }
 
-    /// The tensors as a device takes them.
+    /// Returns the tensors in the form that the GPU library takes.
     pub(crate) fn tensors(&self) -> Tensors {
         let on_device = |view: &View| view.on_device(self.request.query.address);
         let [query, key, value] = self.gradients.each_ref().map(on_device);

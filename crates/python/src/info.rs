@@ -1,4 +1,4 @@
-//! What there is, and what ran last.
+//! The contents of `flashcore.info()`: version, devices, and the last call.
 
 use std::sync::Arc;
 
@@ -19,14 +19,15 @@ pub(crate) enum Last {
     Cpu { problem: Box<Problem>, report: Box<Report> },
 }
 
-/// Notes a call.
+/// Remembers a call as the last one.
 pub(crate) fn remember(last: impl FnOnce() -> Last) {
     let before = lock(&process().last).replace(last());
     let count = match &before {
         Some(Last::Gpu { plan, .. }) => Arc::strong_count(plan),
         Some(Last::Cpu { .. }) | None => return,
     };
-    // A plan that nobody else keeps frees its memory, which would break a capture.
+    // Dropping the last reference to a plan frees device memory, which would break a stream
+    // capture.
     let _relaxed = (count == 1).then(RelaxedCapture::begin);
     drop(before);
 }

@@ -1,8 +1,8 @@
-//! Attention inside programs that XLA has compiled: JAX's `jit`.
+//! Attention inside programs compiled by XLA (JAX's `jit`).
 //!
-//! While JAX traces a function, [`describe`] checks a call from the shapes alone and says what XLA is to
-//! call us with. When the program runs, XLA calls a handler with the buffers: on its stream, or on a
-//! thread of its own, without Python.
+//! While JAX traces a function, [`describe`] checks a call from its shapes alone and returns the
+//! attributes of the XLA custom call. When the program runs, XLA calls a handler with the buffers,
+//! without Python: on its stream, or for the CPU on a thread of its own.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -19,10 +19,11 @@ use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, View};
 use crate::xla::{Call, CallFrame, Handler, answer};
 use crate::{error, launch};
 
-/// A call of XLA's: its attributes, and the element type of the output.
+/// The attributes of an XLA custom call, and the element type of the output.
 pub(crate) type Described<'py> = (Bound<'py, PyDict>, &'static str);
 
-/// What XLA is to call us with, from the tensors' shapes: each is (element type, sizes, None, 0).
+/// Returns the attributes of the custom call, from the tensors' shapes: each tensor is (element
+/// type, sizes, None, 0).
 pub(crate) fn describe<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
@@ -65,7 +66,7 @@ pub(crate) fn describe<'py>(
     Ok((attributes, dtype))
 }
 
-/// A handler for XLA, by the name of what it does and of the platform.
+/// Returns the XLA handler of an operation on a platform.
 pub(crate) fn target<'py>(
     py: Python<'py>,
     name: &str,
@@ -81,12 +82,12 @@ pub(crate) fn target<'py>(
     };
     let pointer = NonNull::new(handler as *mut c_void);
     let pointer = pointer.ok_or_else(|| error::runtime("a function has no address"))?;
-    // SAFETY: a function, which stays.
+    // SAFETY: a pointer to a function, which lives as long as the module.
     unsafe { PyCapsule::new_with_pointer(py, pointer, NAME) }
 }
 
 extern "C" fn attend_on_host(frame: *mut CallFrame) -> *mut c_void {
-    // SAFETY: XLA calls it, with a frame of its own, here and below.
+    // SAFETY: only XLA calls this, with a valid frame, here and below.
     unsafe { answer(frame, |call| attend(call, Place::Host)) }
 }
 
@@ -105,7 +106,7 @@ extern "C" fn differentiate_on_device(frame: *mut CallFrame) -> *mut c_void {
     unsafe { answer(frame, |call| differentiate(call, Place::Cuda(call.ordinal()?))) }
 }
 
-/// Output, and log-sum-exps where XLA wants two results.
+/// Computes the output, and the log-sum-exps if XLA wants two results.
 fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
     let request = request(call, place)?;
     let output = call.result(0, request.given.dimensions, place)?;
@@ -115,8 +116,9 @@ fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
     launch::attend(&request, &request.problem()?, &output, sums, |_| call.stream())
 }
 
-/// The gradients of queries, keys, values and sinks. The arguments are those of the forward call, its
-/// output and log-sum-exps, and the gradient of the output; what follows is zeros for the results.
+/// Computes the gradients of queries, keys, values and sinks. The arguments are those of the
+/// forward call, its output and log-sum-exps, and the gradient of the output; then zeros that alias
+/// the results.
 fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
     let function = called(call)?.function;
     let request = request(call, place)?;
@@ -147,12 +149,12 @@ fn called(call: &Call<'_>) -> PyResult<Called> {
     Called::named(call.text("function")?)
 }
 
-/// Which of a call's tensors are given, as bits.
+/// Returns which of a call's tensors are given, one bit for each index.
 fn given(call: &Call<'_>) -> u64 {
     call.integer("tensors").unwrap_or_default() as u64
 }
 
-/// What the forward call is.
+/// Reads the forward call.
 fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
     let given = given(call);
     if given.count_ones() as usize > call.arguments() || given >> OUT != 0 {
@@ -178,7 +180,7 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
     })
 }
 
-/// The dimensions that a tensor of rows has when `vmap` has added none.
+/// Returns the number of dimensions of a tensor of rows before `vmap` adds any.
 fn dimensions(packed: bool) -> usize {
     if packed { 3 } else { 4 }
 }

@@ -1,5 +1,5 @@
-//! Calls that come without Python, from programs that XLA compiled and from PyTorch's dispatcher: from
-//! what was read to its launch.
+//! Running a checked call that does not come through a Python function but from a program compiled
+//! by XLA or from PyTorch's dispatcher.
 
 use cuda::Stream;
 use flashcore::{Cancellation, Problem};
@@ -12,7 +12,8 @@ use crate::request::Request;
 use crate::view::{Place, View};
 use crate::{cpu, gpu};
 
-/// Attention; log-sum-exps go to `sums`, or nowhere. On a device, on the stream that `stream` has.
+/// Runs attention; log-sum-exps are written to `sums` if it is given. On a device, the work goes to
+/// the stream that `stream` returns for the device's ordinal.
 pub(crate) fn attend(
     request: &Request,
     problem: &Problem,
@@ -24,7 +25,7 @@ pub(crate) fn attend(
         _ if output.form.sizes.contains(&0) => {}
         Place::Cuda(ordinal) => {
             let gpu = gpu::device(ordinal)?;
-            // SAFETY: the stream that the caller's work goes to, on this device.
+            // SAFETY: `stream` returned the caller's current stream on this device.
             let stream = unsafe { Stream::borrow(gpu.device(), stream(ordinal)?) };
             let plan = gpu::attend(gpu, &stream, request, problem, output, sums)?;
             warn_if_slow(&plan)?;
@@ -32,7 +33,7 @@ pub(crate) fn attend(
         }
         Place::Host => {
             let never = Cancellation::new();
-            // SAFETY: the caller's tensors, which are the call's while it lasts.
+            // SAFETY: the caller keeps its tensors alive and unshared for the duration of the call.
             let report = unsafe { cpu::attend(request, problem, output, sums, &never)? };
             let problem = Box::new(problem.clone());
             remember(|| Last::Cpu { problem, report: report.into() });
@@ -41,7 +42,7 @@ pub(crate) fn attend(
     Ok(())
 }
 
-/// The gradients of attention, likewise.
+/// Runs the backward pass of attention, with the same convention for `stream`.
 pub(crate) fn differentiate(
     call: &Backward,
     deterministic: bool,
@@ -51,7 +52,7 @@ pub(crate) fn differentiate(
     match call.request.given.place {
         Place::Cuda(ordinal) => {
             let gpu = gpu::device(ordinal)?;
-            // SAFETY: the stream that the caller's work goes to, on this device.
+            // SAFETY: `stream` returned the caller's current stream on this device.
             let stream = unsafe { Stream::borrow(gpu.device(), stream(ordinal)?) };
             let plan = gpu::differentiate(gpu, &stream, call, &problem)?;
             warn_if_slow(&plan)?;
@@ -59,7 +60,7 @@ pub(crate) fn differentiate(
         }
         Place::Host => {
             let never = Cancellation::new();
-            // SAFETY: the caller's tensors, which are the call's while it lasts.
+            // SAFETY: the caller keeps its tensors alive and unshared for the duration of the call.
             let report = unsafe { cpu::differentiate(call, &problem, &never)? };
             remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
         }

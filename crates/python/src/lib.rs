@@ -1,29 +1,30 @@
 //! FlashCore for Python: the extension module behind the package `flashcore`.
 //!
-//! The package's Python files hold what a user sees: signatures, documentation, the operators that
-//! PyTorch's compiler knows. This module reads tensors, describes the problem that they pose to the
-//! library, and lets it launch.
+//! The package's Python files hold what a user sees: signatures, documentation and the operators
+//! registered with PyTorch's compiler. This crate reads the tensors of a call, describes the call
+//! as a [`flashcore::Problem`], and asks the library to plan and launch it.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `boundary` | panics, signals and memory |
-//! | `process` | what a forked process has not |
-//! | `call` | from a call to its answer |
-//! | `numbers` | what calls give besides tensors |
-//! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
-//! | `distributed` | who does what where a sequence is spread over ranks |
-//! | `descale` | factors of 8-bit tensors |
-//! | `rules` | masks and scores as functions |
-//! | `library` | whose tensors a call has |
+//! | `boundary` | the Python/Rust boundary: panics to exceptions, signals, fallible allocation |
+//! | `process` | per-process state, and its reset after a fork |
+//! | `call` | from a Python call to its results |
+//! | `numbers` | the scalar arguments of calls |
+//! | `request`, `gradient`, `update`, `parts` | the checked tensors of an attention call, of its backward pass, of an append to a KV cache, and of combining partial results |
+//! | `distributed` | the schedule of context parallelism: which rank computes, sends and receives what |
+//! | `descale` | the descale factors of 8-bit tensors |
+//! | `rules` | masks and scores given as functions |
+//! | `library` | which array library the tensors of a call belong to |
 //! | `torch` | PyTorch's tensors |
 //! | `stable`, `dispatcher` | kernels that PyTorch's dispatcher calls without Python |
-//! | `array`, `dlpack` | everyone else's |
-//! | `view` | what a tensor is |
-//! | `gpu`, `cpu` | where the work is done |
-//! | `jit`, `xla` | calls from programs that XLA compiled |
-//! | `launch` | from what such calls give to their launch |
-//! | `info` | what ran |
-// Python's objects, DLPack's structures and other libraries' memory are C.
+//! | `array`, `dlpack` | the arrays of all other libraries, through DLPack |
+//! | `view` | the address, shape, strides and element type of a tensor |
+//! | `gpu`, `cpu` | running a checked call on a device or on the host |
+//! | `jit`, `xla` | calls from programs compiled by XLA (JAX's `jit`) |
+//! | `launch` | running calls that come from XLA or from PyTorch's dispatcher |
+//! | `info` | the contents of `flashcore.info()` |
+// Python's objects, DLPack's structures and other libraries' memory are reached through C
+// interfaces.
 #![allow(unsafe_code)]
 
 mod array;
@@ -74,22 +75,23 @@ mod module {
     use super::rules::{Blocks, Rule};
     use super::{call, torch};
 
-    /// The version of the package. Known without looking for devices.
+    /// The version of the package, available without looking for devices.
     #[pymodule_export]
     const VERSION: &str = super::info::VERSION;
 
-    /// Remembers the module `torch`, so that its tensors are known.
+    /// Remembers the module `torch`, so that PyTorch's tensors are recognised from now on.
     #[pyfunction]
     fn adopt_torch(torch: &Bound<'_, PyAny>) -> PyResult<()> {
         guard(|| torch::adopt(torch))
     }
 
-    /// Attention: the output, or output and log-sum-exps. Tensors are those of all functions
-    /// together, numbers the scale, causal, window, chunk and cap of scores, and the most queries
-    /// and keys. Through the entrance `function`, `NotImplemented` where PyTorch's dispatcher must
-    /// see the call first, `Ellipsis` where autograd must record it, and `None` for tensors of
-    /// others. Rules are a mask, a score, the tensors that these load
-    /// from, and the blocks of the mask.
+    /// Computes attention; returns the output, or the output and the log-sum-exps if `lse` is true.
+    /// `tensors` holds the tensor arguments of all functions, in the order of `tensor_names`.
+    /// `numbers` holds the softmax scale, the causal flag, the window, the chunk, the softcap, and
+    /// the maximum numbers of queries and of keys. `rules` holds a mask function, a score function,
+    /// the tensors that these load from, and the block lists of the mask. Through the entrance
+    /// `function` it may also return `NotImplemented` (PyTorch's dispatcher must see the call
+    /// first), `Ellipsis` (autograd must record it) or `None` (the tensors are not PyTorch's).
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, lse, entrance, rules=None, /))]
     fn attend<'py>(
@@ -106,17 +108,18 @@ mod module {
         })
     }
 
-    /// What the caller of a function calls the tensors of `attend`.
+    /// Returns the argument names of a function for the tensors of `attend`.
     #[pyfunction]
     #[pyo3(signature = (function, /))]
     fn tensor_names(py: Python<'_>, function: Called) -> PyResult<Bound<'_, PyTuple>> {
         PyTuple::new(py, function.function.names())
     }
 
-    /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
-    /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
-    /// log-sum-exps, and the gradient of the output; rules are those of `attend`. False, and nothing
-    /// written, where one of the first tensors is empty: gradients are zero then.
+    /// Computes the gradients of attention over PyTorch's tensors and writes them to the given
+    /// tensors for dQ, dK, dV and the gradient of the sinks. `tensors`, `numbers` and `rules` are
+    /// those of `attend`; `saved` holds its output and log-sum-exps, and the gradient of the
+    /// output. Returns False and writes nothing if the query, key or value tensor is empty: the
+    /// gradients are zero then.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, rules=None, /))]
     fn attend_backward<'py>(
@@ -135,15 +138,15 @@ mod module {
         })
     }
 
-    /// Tensors of PyTorch's that lie as others do: `torch.empty_like` of each, in less time.
+    /// Returns `torch.empty_like` of each PyTorch tensor, in less time.
     #[pyfunction]
     #[pyo3(signature = (tensors, /))]
     fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
         guard(|| super::library::empty_like(tensors))
     }
 
-    /// What `attend` would run on a chip (`h200`, `sm_80`) that need not be there: the problem as a
-    /// text, the kernel, its configuration, and why. For tests.
+    /// Returns what `attend` would run on a chip (`h200`, `sm_80`) that need not be present: the
+    /// problem as text, the kernel, its configuration, and the reason for the choice. For tests.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, chip, backward=false, /))]
     fn plan_for(
@@ -156,9 +159,8 @@ mod module {
         guard(|| call::plan_for(tensors, numbers, function, chip, backward))
     }
 
-    /// What `attend` would answer inside a program that XLA compiles, from shapes alone: tensors are
-    /// (element type, sizes, None, 0). The attributes of the call, and its results: the shape and
-    /// the element type of the output, and the shape of the log-sum-exps.
+    /// Checks a call that XLA compiles, from shapes alone: each tensor is (element type, sizes,
+    /// None, 0). Returns the attributes of the XLA call and the element type of the output.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, /))]
     fn xla_call<'py>(
@@ -169,7 +171,8 @@ mod module {
         guard(|| super::jit::describe(tensors, numbers, function))
     }
 
-    /// A handler for XLA: `attention` or `attention_backward`, on `cpu` or on `CUDA`.
+    /// Returns the XLA handler of `attention` or `attention_backward` on `cpu` or on `CUDA`, as a
+    /// capsule.
     #[pyfunction]
     #[pyo3(signature = (name, platform, /))]
     fn xla_target<'py>(
@@ -180,9 +183,11 @@ mod module {
         guard(|| super::jit::target(py, name, platform))
     }
 
-    /// New keys and values into a cache: the queries, rotated or None, and the new lengths.
-    /// Flags are whether neighbours are pairs, the causal mask, window and chunk that decide whether
-    /// queries advance, whether pages are called blocks, and the most queries.
+    /// Appends new keys and values to a KV cache; returns the rotated queries (None without rotary
+    /// tables) and the new lengths. `flags` holds whether rotary pairs are interleaved; the causal
+    /// flag, window and chunk, which decide whether the queries of a sequence have successive
+    /// positions; whether the page table is called `block_table`; and the maximum number of
+    /// queries.
     #[pyfunction]
     #[pyo3(signature = (tensors, flags, entrance, /))]
     fn append<'py>(
@@ -193,7 +198,7 @@ mod module {
         guard(|| call::append(tensors, flags, entrance))
     }
 
-    /// Parts in one tensor put together: output and log-sum-exps.
+    /// Combines partial results stacked in one tensor; returns output and log-sum-exps.
     #[pyfunction]
     #[pyo3(signature = (tensors, dtype, entrance, /))]
     fn combine<'py>(
@@ -204,7 +209,7 @@ mod module {
         guard(|| call::combine(tensors, dtype, entrance))
     }
 
-    /// Two answers of attention put together: output and log-sum-exps.
+    /// Merges two attention results over different keys; returns output and log-sum-exps.
     #[pyfunction]
     #[pyo3(signature = (tensors, entrance, /))]
     fn merge<'py>(
@@ -214,7 +219,7 @@ mod module {
         guard(|| call::merge_states(tensors, entrance))
     }
 
-    /// Waits for kernels that are still being compiled; for the end of the process.
+    /// Waits for kernels that are still being compiled. Called at the end of the process.
     #[pyfunction]
     fn finish_compiling(py: Python<'_>) -> PyResult<()> {
         guard(|| {
@@ -223,7 +228,7 @@ mod module {
         })
     }
 
-    /// Begins anew in a process that was just forked.
+    /// Resets the per-process state in a process that was just forked.
     #[pyfunction]
     fn forked() -> PyResult<()> {
         guard(|| {
@@ -232,13 +237,13 @@ mod module {
         })
     }
 
-    /// Panics, in the middle of work on the CPU. For tests.
+    /// Panics in the middle of work on the CPU. For tests.
     #[pyfunction]
     fn panic(py: Python<'_>, text: String) -> PyResult<()> {
         guard(|| super::boundary::compute(py, |_| panic!("{text}")))
     }
 
-    /// What there is, and what ran last.
+    /// Returns the version, the devices and a description of the last call, as a dictionary.
     #[pyfunction]
     fn info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         guard(|| super::info::info(py))

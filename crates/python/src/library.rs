@@ -1,4 +1,5 @@
-//! Whose tensors a call has: PyTorch's or everyone else's, read and made alike.
+//! The library that a call's tensors belong to: PyTorch, or any other through DLPack. Both are
+//! read, allocated and ordered on streams through [`Library`].
 
 use std::cell::{Cell, RefCell};
 
@@ -24,47 +25,49 @@ pub(crate) struct Library<'py> {
 enum Kind<'py> {
     Torch {
         torch: &'static Torch,
-        /// Results are on its device.
+        /// The first tensor of the call; results go to its device.
         first: Bound<'py, PyAny>,
-        /// Copies without gaps of lists that had some: alive until the launch.
+        /// Contiguous copies of tensors that kernels cannot read in place, alive until the launch.
         copies: RefCell<Vec<Bound<'py, PyAny>>>,
-        /// Whether one of them could not be read.
+        /// Whether the memory of some tensor could not be read.
         unreadable: Cell<bool>,
     },
     Arrays {
-        /// Where 16-bit integers are the bits of bf16: what those of 8 bits with a sign are.
+        /// Set if 16-bit integers stand for bf16 bits; the value is what signed 8-bit integers
+        /// stand for.
         words: Option<DType>,
         lent: RefCell<Vec<Lent<'py>>>,
     },
 }
 
-/// A tensor that a call may give, with its argument's name.
+/// A tensor argument that may be missing, with its name.
 pub(crate) type Named<'py> = (&'static str, Option<Bound<'py, PyAny>>);
 
-/// A tensor of the answer.
+/// A newly allocated result.
 pub(crate) struct Made<'py> {
     pub(crate) object: Bound<'py, PyAny>,
     pub(crate) address: u64,
 }
 
-/// Who is to do a call.
+/// Who handles a call.
 pub(crate) enum Choice<'py> {
-    /// We are, on tensors of this library.
+    /// We do, on tensors of this library.
     Ours(Library<'py>),
-    /// Nobody here: what to answer Python with.
+    /// Someone else does; this value is returned to Python to say so.
     Theirs(Bound<'py, PyAny>),
 }
 
-/// How a call came here.
+/// The path by which a call arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Entrance {
-    /// From the function that a user called; the tensors may be anybody's.
+    /// From the public function that a user called; the tensors may belong to any library.
     Function,
     /// From PyTorch's dispatcher.
     Dispatcher,
-    /// With arrays that speak DLPack.
+    /// With DLPack arrays.
     Arrays,
-    /// The same, where 16-bit integers are the bits of bf16, and those of 8 bits with a sign this.
+    /// With DLPack arrays where 16-bit integers stand for bf16 bits, and signed 8-bit integers for
+    /// this type.
     Words(DType),
 }
 
@@ -84,7 +87,7 @@ impl FromPyObject<'_, '_> for Entrance {
 }
 
 impl<'py> Library<'py> {
-    /// The library of some tensors, which come with their names; the first one is there.
+    /// Finds the library of a call's tensors, at least one of which must be given.
     pub(crate) fn of(
         py: Python<'py>,
         entrance: Entrance,
@@ -117,12 +120,13 @@ impl<'py> Library<'py> {
         }))
     }
 
-    /// What a tensor is.
+    /// Reads the memory of a tensor.
     pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
             Kind::Torch { torch, unreadable, .. } => {
-                // What can be read, and is no tensor of ours, is a wrong value; what is no memory at all
-                // has no kernel that PyTorch's dispatcher could call.
+                // A `ValueError` means that the memory was read and does not fit. Otherwise the
+                // tensor may still have a kernel in PyTorch's dispatcher, unless it is not strided
+                // at all.
                 let wrong = |error: &PyErr| error.is_instance_of::<PyValueError>(tensor.py());
                 torch.read(tensor, name).map_err(|error| match wrong(&error) {
                     true => error,
@@ -139,12 +143,13 @@ impl<'py> Library<'py> {
         }
     }
 
-    /// Whether a tensor is none in memory, so that only PyTorch's dispatcher knows what to do.
+    /// Returns whether some tensor has no readable memory, so that only PyTorch's dispatcher can
+    /// decide.
     pub(crate) fn is_unreadable(&self) -> bool {
         matches!(&self.kind, Kind::Torch { unreadable, .. } if unreadable.get())
     }
 
-    /// What a tensor is that will be written.
+    /// Reads the memory of a tensor that will be written.
     pub(crate) fn read_mutable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         let memory = match &self.kind {
             Kind::Torch { .. } => self.read(tensor, name)?,
@@ -166,13 +171,13 @@ impl<'py> Library<'py> {
         Ok(memory)
     }
 
-    /// What a tensor is that must have no gaps. One of PyTorch's that has some is copied.
+    /// Reads a tensor that must be contiguous. A PyTorch tensor that is not is copied.
     pub(crate) fn read_whole(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         self.read_or_copy(tensor, name, Memory::is_contiguous)
     }
 
-    /// What a tensor of rows is that every kernel can walk. One of PyTorch's that they cannot is
-    /// copied.
+    /// Reads a tensor of rows that every kernel must be able to walk. A PyTorch tensor that does
+    /// not qualify is copied.
     pub(crate) fn read_walkable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         self.read_or_copy(tensor, name, Memory::is_walkable)
     }
@@ -200,7 +205,7 @@ impl<'py> Library<'py> {
         let Kind::Arrays { words, lent } = &self.kind else {
             return Err(error::runtime("PyTorch's tensors are not borrowed"));
         };
-        // On a GPU the work goes to a stream of ours: the protocol has no other in common.
+        // On a GPU the work goes to a stream of ours: the DLPack protocol offers no common one.
         let stream =
             |ordinal: u32| -> PyResult<i64> { Ok(gpu::device(ordinal)?.stream().handle() as i64) };
         let found = dlpack::borrow(tensor, name, stream, *words)?;
@@ -209,7 +214,7 @@ impl<'py> Library<'py> {
         Ok(answer)
     }
 
-    /// A tensor for results.
+    /// Allocates a contiguous result.
     pub(crate) fn make(
         &self,
         py: Python<'py>,
@@ -231,7 +236,8 @@ impl<'py> Library<'py> {
         }
     }
 
-    /// A tensor for an answer that is like a tensor of the call, but for the last dimension.
+    /// Allocates a result; if it equals a contiguous tensor of the call in shape and type, by the
+    /// faster `empty_like`.
     pub(crate) fn make_like(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -251,7 +257,7 @@ impl<'py> Library<'py> {
         self.make(tensor.py(), answer.sizes(), answer.element, answer.place)
     }
 
-    /// Whether PyTorch is to choose the element types of such a call.
+    /// Returns whether autocast is on, so that PyTorch chooses the element types of the call.
     pub(crate) fn is_autocasting(&self, py: Python<'py>) -> PyResult<bool> {
         match &self.kind {
             Kind::Torch { torch, .. } => torch.is_autocasting(py),
@@ -259,13 +265,13 @@ impl<'py> Library<'py> {
         }
     }
 
-    /// Notes that tensors were written, for those who remember what was in them.
+    /// Tells autograd that tensors were written in place, so that stale saved tensors are detected.
     pub(crate) fn written(&self, tensors: &[&Option<Bound<'py, PyAny>>]) -> PyResult<()> {
         let Kind::Torch { torch, .. } = &self.kind else { return Ok(()) };
         tensors.iter().copied().flatten().try_for_each(|tensor| torch.written(tensor))
     }
 
-    /// The stream that the work goes to.
+    /// Returns the stream that the work goes to.
     pub(crate) fn stream(&self, py: Python<'py>, gpu: &Gpu) -> PyResult<Stream> {
         let handle = match &self.kind {
             Kind::Torch { torch, .. } => torch.stream(py, gpu.device().ordinal())?,
@@ -276,7 +282,7 @@ impl<'py> Library<'py> {
     }
 }
 
-/// Tensors of PyTorch's that lie as others do, without PyTorch's reading of arguments.
+/// Allocates PyTorch tensors with the layout of others, bypassing PyTorch's argument parser.
 pub(crate) fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
     let torch = Torch::get(tensors.py())?;
     let made = tensors.iter_borrowed().map(|tensor| {
@@ -286,7 +292,7 @@ pub(crate) fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'
     PyTuple::new(tensors.py(), crate::boundary::collect(made)?)
 }
 
-/// Why PyTorch makes no tensor: on the CPU it has no error of its own for want of memory.
+/// Converts PyTorch's allocation error: on the CPU PyTorch raises a plain `RuntimeError`.
 #[cold]
 fn no_memory(error: PyErr, py: Python<'_>, place: Place) -> PyErr {
     match place == Place::Host && error.is_instance_of::<PyRuntimeError>(py) {

@@ -1,4 +1,4 @@
-//! What a call gives besides tensors: numbers and flags, each with its name where it is wrong.
+//! Scalar arguments of calls; errors name the argument that is wrong.
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
@@ -7,13 +7,13 @@ use pyo3::types::{PyList, PyTuple};
 
 use crate::request::{Called, Function};
 
-/// What a call of attention gives besides tensors.
+/// The scalar arguments of an attention call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Numbers {
     pub(crate) scale: Option<f32>,
     pub(crate) causal: bool,
     pub(crate) window: Window,
-    /// None if zero.
+    /// The chunk length in keys; 0 means no chunks.
     pub(crate) chunk: usize,
     pub(crate) softcap: Option<f32>,
     pub(crate) most_queries: Option<i64>,
@@ -22,11 +22,12 @@ pub(crate) struct Numbers {
     pub(crate) batch_invariant: bool,
 }
 
-/// Keys before and after a query's own; all of them if none.
+/// Visible keys before and after a query's own position; `None` means unbounded.
 pub(crate) type Window = (Option<usize>, Option<usize>);
 
 impl Numbers {
-    /// Reads the scale, causal, window, chunk and cap of scores, and the most queries and keys.
+    /// Reads the scale, the causal flag, the window, the chunk, the softcap, and the maximum
+    /// numbers of queries and keys.
     pub(crate) fn read(called: Called, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
         let number = |at| numbers.get_borrowed_item(at);
         let (scale_name, causal_name) = match called.function {
@@ -47,13 +48,13 @@ impl Numbers {
     }
 }
 
-/// What a call that adds to a cache gives besides tensors.
+/// The scalar arguments of an append to a KV cache.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Flags {
-    /// Whether neighbours are pairs.
+    /// Whether rotary pairs are neighbouring columns.
     pub(crate) interleaved: bool,
-    /// Whether the queries of a sequence stand one after the other, which they do where something is
-    /// hidden from them.
+    /// Whether the queries of a sequence have successive positions, as they do if the mask hides
+    /// keys.
     pub(crate) advancing: bool,
     /// Whether the caller calls the table of pages `block_table`.
     pub(crate) blocks: bool,
@@ -61,8 +62,8 @@ pub(crate) struct Flags {
 }
 
 impl Flags {
-    /// Reads whether neighbours are pairs, the causal mask, window and chunk, whether pages are
-    /// called blocks, and the most queries.
+    /// Reads the rotary interleaving, the causal flag, window and chunk, whether the page table is
+    /// called `block_table`, and the maximum number of queries.
     pub(crate) fn read(flags: &Bound<'_, PyTuple>) -> PyResult<Flags> {
         let item = |at| flags.get_borrowed_item(at);
         Ok(Flags {
@@ -83,12 +84,12 @@ fn optional<'py, T>(
     if value.is_none() { Ok(None) } else { read(value).map(Some) }
 }
 
-/// True or False, Python's or NumPy's.
+/// Reads a boolean of Python's or NumPy's.
 pub(crate) fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
     value.extract().map_err(|_| wrong(name, value, "True or False"))
 }
 
-/// A whole number.
+/// Reads a 64-bit integer.
 pub(crate) fn integer(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
     value.extract().map_err(|error| unfit(error, name, value, "a whole number of 64 bits"))
 }
@@ -97,7 +98,7 @@ fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
     Ok(read_finite(name, value)? as f32)
 }
 
-/// A number that is finite in 32 bits too.
+/// Reads a number that stays finite in 32 bits.
 fn read_finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
     let expected = "a finite number";
     let number: f64 = value.extract().map_err(|error| unfit(error, name, value, expected))?;
@@ -106,7 +107,8 @@ fn read_finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
 
 fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
     match read_finite("softcap", value)? {
-        // What only rounding makes nothing is not nothing.
+        // Compared before rounding: a cap that only underflows to zero in f32 is an error, not "no
+        // cap".
         0.0 => Ok(None),
         cap if cap as f32 > 0.0 => Ok(Some(cap as f32)),
         _ => Err(beyond("softcap", value, "a positive number, or 0")),
@@ -119,7 +121,8 @@ fn chunk(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     usize::try_from(chunk).map_err(|_| beyond(name, value, "no negative number"))
 }
 
-/// A tuple, a list, or a tensor of two: without bound where one is negative or None, or all are None.
+/// Reads a tuple, a list or a tensor of two numbers. A side is unbounded if it is negative or None;
+/// both are if the argument is None.
 fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
     let (name, expected) = ("window_size", "two whole numbers, (left, right)");
     let side = |side: &Bound<'_, PyAny>| -> PyResult<Option<usize>> {
@@ -151,7 +154,7 @@ fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
     }
 }
 
-/// A number that is too large, or no number.
+/// Makes the error for a number that is too large, or for something that is no number.
 #[cold]
 fn unfit(error: PyErr, name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
     match error.is_instance_of::<PyOverflowError>(value.py()) {
@@ -170,10 +173,10 @@ fn beyond(name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
     PyValueError::new_err(format!("{name}={}, expected {expected}", shown(value)))
 }
 
-/// A value as one would type it, if that is short; else what it is.
+/// Formats a value as one would type it if that is short, otherwise by its type.
 fn shown(value: &Bound<'_, PyAny>) -> String {
     const LONGEST: usize = 60;
-    // PyTorch reads a tensor to say what is in it, whether its memory is there or not.
+    // PyTorch's `repr` of a tensor reads its elements, even if its memory is gone.
     if value.hasattr(intern!(value.py(), "__dlpack__")).unwrap_or(true) {
         return format!("a {}", value.get_type());
     }

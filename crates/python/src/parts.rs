@@ -1,4 +1,4 @@
-//! Attention over parts of the keys, to be put together: what a call gives, checked.
+//! Partial attention results over different keys, checked, to be combined into one.
 
 use flashcore::DType;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -7,23 +7,23 @@ use pyo3::prelude::*;
 use crate::boundary::collect;
 use crate::view::{Element, Form, Memory, Order, Place, View};
 
-/// Parts of the same shape.
+/// Partial results of the same shape.
 #[derive(Debug)]
 pub(crate) struct Parts {
     /// The outputs, (batch, length, heads, dim); packed ones have one batch entry.
     pub(crate) outputs: Vec<View>,
     /// The log-sum-exps in f32, (batch, length, heads, 1).
     pub(crate) lses: Vec<View>,
-    /// The element type of the answer.
+    /// The element type of the combined output.
     pub(crate) dtype: DType,
-    /// What the caller calls the first output.
+    /// The argument name of the first output.
     pub(crate) name: &'static str,
 }
 
 impl Parts {
-    /// Parts in one tensor, (parts, batch, length, heads, dim), and their log-sum-exps in f32, (parts,
-    /// batch, length, heads).
-    /// What they are put into, where it is given, decides on its element type.
+    /// Reads parts stacked in one tensor, (parts, batch, length, heads, dim), and their f32
+    /// log-sum-exps, (parts, batch, length, heads). The element type of the result is that of `out`
+    /// if it is given.
     pub(crate) fn stacked(
         output: &Memory,
         lse: &Memory,
@@ -101,8 +101,9 @@ impl Parts {
         Ok(Parts { outputs, lses, dtype, name: o })
     }
 
-    /// Parts that are tensors of their own, as attention gives them: (batch, length, heads, dim)
-    /// with (batch, heads, length), or packed (rows, heads, dim) with (heads, rows). Without gaps.
+    /// Reads parts in tensors of their own, as attention returns them: (batch, length, heads, dim)
+    /// with (batch, heads, length), or packed (rows, heads, dim) with (heads, rows). All must be
+    /// contiguous.
     pub(crate) fn separate(parts: [(&Memory, &Memory); 2]) -> PyResult<Parts> {
         let names = [("out_a", "lse_a"), ("out_b", "lse_b")];
         let packed = parts[0].0.dimensions == 3;
@@ -162,7 +163,7 @@ fn wide(name: &str, memory: &Memory) -> PyResult<()> {
     forwards(name, memory)
 }
 
-/// Refuses tensors that lie backwards.
+/// Refuses negative strides.
 fn forwards(name: &str, memory: &Memory) -> PyResult<()> {
     match memory.strides().iter().any(|stride| *stride < 0) {
         false => Ok(()),

@@ -1,8 +1,8 @@
-//! What belongs to this process and not to those that are forked from it.
+//! State of this process, which forked children do not inherit.
 //!
-//! A fork copies memory and nothing else: threads and the driver's state stay behind, and a lock that
-//! another thread had is never released. So a child begins with nothing of its parent's, and what the
-//! parent had is left where it is.
+//! A fork copies memory only: threads and the driver's state are gone in the child, and a lock that
+//! another thread held is never released. A child therefore starts with fresh state, and leaks its
+//! parent's.
 
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,29 +13,29 @@ use pyo3::PyResult;
 use crate::error;
 use crate::info::Last;
 
-/// All that is kept between calls.
+/// Everything that is kept between calls.
 #[derive(Default)]
 pub(crate) struct Process {
     /// The devices that were opened, by their ordinals. They stay open to the end of the process:
     /// kernels may run on them until then.
     pub(crate) devices: Mutex<Vec<(u32, &'static Gpu)>>,
-    /// The last call.
+    /// The last call, for `info()`.
     pub(crate) last: Mutex<Option<Last>>,
-    /// Plans of the slow kernel that their user was told about.
+    /// Plans of the slow kernel about which the user was warned.
     pub(crate) told: Mutex<Vec<Weak<AttentionPlan>>>,
     /// Whether this process has called the driver.
     called: AtomicBool,
-    /// Whether one that it was forked from has.
+    /// Whether a process that this one was forked from has.
     called_before: bool,
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
 
-/// This process.
+/// Returns the state of this process.
 pub(crate) fn process() -> &'static Process {
     let found = PROCESS.load(Ordering::Acquire);
     let found = if found.is_null() { begin() } else { found };
-    // SAFETY: one that `begin` or `forked` leaked.
+    // SAFETY: the pointer was leaked by `begin` or `forked`.
     unsafe { &*found }
 }
 
@@ -45,12 +45,12 @@ fn begin() -> *mut Process {
     let null = std::ptr::null_mut();
     match PROCESS.compare_exchange(null, fresh, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => fresh,
-        // Another thread was faster: a few bytes are lost.
+        // Another thread was faster; ours leaks a few bytes.
         Err(first) => first,
     }
 }
 
-/// Begins anew in a process that was just forked, on its only thread.
+/// Replaces the state in a process that was just forked, on its only thread.
 pub(crate) fn forked() {
     let parent = process();
     let called_before = parent.called_before || parent.called.load(Ordering::Relaxed);
@@ -59,7 +59,7 @@ pub(crate) fn forked() {
 }
 
 impl Process {
-    /// To be called before the driver is; an error where a fork has made it useless.
+    /// Must be called before the driver is; fails if a fork has made the driver unusable.
     pub(crate) fn call_driver(&self) -> PyResult<()> {
         if self.called_before {
             return Err(error::runtime(
@@ -72,7 +72,7 @@ impl Process {
         Ok(())
     }
 
-    /// Whether a plan is told of for the first time.
+    /// Returns whether this is the first warning about a plan, and remembers it.
     pub(crate) fn tell(&self, plan: &Arc<AttentionPlan>) -> bool {
         let mut told = lock(&self.told);
         told.retain(|it| it.strong_count() > 0);

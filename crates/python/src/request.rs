@@ -1,4 +1,6 @@
-//! Attention: what a call gives, checked, and the problem that it poses.
+//! The forward attention call: its tensors, checked, and the [`Problem`] that they pose. Every
+//! front end (Python functions, PyTorch's dispatcher, XLA) builds a [`Request`]; `gpu` and `cpu`
+//! run it.
 
 use cuda::DeviceAddress;
 use flashcore::gpu::Tensors;
@@ -14,33 +16,36 @@ use crate::numbers::Numbers;
 use crate::rules::Captured;
 use crate::view::{Element, Form, Memory, Optional, Order, View};
 
-/// How many tensors a call can have.
+/// The number of tensor arguments of an attention call, given or not.
 pub(crate) const TENSORS: usize = 16;
 
-/// Which of them the output is to be written to; gradients have none.
+/// The index of the tensor that the output is written to; backward calls have none.
 pub(crate) const OUT: usize = 15;
 
-/// The function that was called: errors name its arguments, and follow its conventions.
+/// The Python function that was called. Errors use its argument names, and the request follows its
+/// conventions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Function {
     Plain,
-    /// All three tensors are one.
+    /// Queries, keys and values are packed into one tensor.
     QkvPacked,
-    /// Keys and values are one tensor.
+    /// Keys and values are packed into one tensor.
     KvPacked,
-    /// A causal mask is anchored at the first query and key, not at the last.
+    /// PyTorch's `scaled_dot_product_attention`: a causal mask is anchored at the first query and
+    /// key, not at the last ones.
     PyTorch,
-    /// PyTorch's attention with functions.
+    /// `flex_attention`: PyTorch's conventions, with masks and scores given as functions.
     Flex,
     Varlen,
     VarlenQkvPacked,
     VarlenKvPacked,
     KvCache,
-    /// FlashAttention-2's, whose pages have another name.
+    /// FlashAttention-2's signature, which calls the page table `block_table`.
     KvCacheInBlocks,
 }
 
-/// A function, and whether it was called with `batch_invariant`: then its name ends with that.
+/// A function, and whether it was called with `batch_invariant`. The textual name then ends in `,
+/// batch_invariant`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Called {
     pub(crate) function: Function,
@@ -56,7 +61,7 @@ impl FromPyObject<'_, '_> for Called {
 }
 
 impl Called {
-    /// The function of a name, and how it was called.
+    /// Parses a function name with its optional `, batch_invariant` suffix.
     pub(crate) fn named(name: &str) -> PyResult<Self> {
         let (name, batch_invariant) = match name.strip_suffix(", batch_invariant") {
             Some(name) => (name, true),
@@ -67,7 +72,7 @@ impl Called {
 }
 
 impl Function {
-    /// The function of a name.
+    /// Parses a function name.
     fn named(name: &str) -> PyResult<Self> {
         match name {
             "flash_attn_func" => Ok(Function::Plain),
@@ -84,7 +89,7 @@ impl Function {
         }
     }
 
-    /// The names of its tensors, in the order of [`Request`]'s fields.
+    /// Returns the argument names of the tensors, in the order that [`Request::new`] reads them.
     pub(crate) fn names(self) -> &'static [&'static str; TENSORS] {
         const fn names_with(
             [query, key, value]: [&'static str; 3],
@@ -128,7 +133,7 @@ impl Function {
             Function::QkvPacked => {
                 const { &names(["qkv", "qkv", "qkv"], "seqused_k", "block_table") }
             }
-            // One list, where queries and keys are packed together.
+            // Queries and keys are packed together and share one list of cumulative lengths.
             Function::VarlenQkvPacked => {
                 const { &names_with(["qkv"; 3], ["cu_seqlens"; 2], "seqused_k", "block_table") }
             }
@@ -141,13 +146,13 @@ impl Function {
         }
     }
 
-    /// Whether several tensors may come as one.
+    /// Returns whether queries, keys and values may be packed into fewer tensors.
     pub(crate) fn is_packed(self) -> bool {
         use Function::{KvPacked, QkvPacked, VarlenKvPacked, VarlenQkvPacked};
         matches!(self, KvPacked | QkvPacked | VarlenKvPacked | VarlenQkvPacked)
     }
 
-    /// What the caller calls the most queries and keys of a sequence.
+    /// Returns the argument names of the maximum query and key lengths.
     pub(crate) fn most_names(self) -> [&'static str; 2] {
         match self {
             Function::VarlenQkvPacked => ["max_seqlen"; 2],
@@ -155,13 +160,13 @@ impl Function {
         }
     }
 
-    /// Whether lengths and places may differ from sequence to sequence.
+    /// Returns whether sequences may differ in length and storage (ragged batches and KV caches).
     fn has_sequences(self) -> bool {
         use Function::{KvCache, KvCacheInBlocks, Varlen, VarlenKvPacked, VarlenQkvPacked};
         matches!(self, Varlen | VarlenQkvPacked | VarlenKvPacked | KvCache | KvCacheInBlocks)
     }
 
-    /// What the caller asks for the log-sum-exps with.
+    /// Returns the name of the flag that asks for the log-sum-exps.
     pub(crate) fn sums_name(self) -> &'static str {
         match self {
             Function::KvCache | Function::KvCacheInBlocks => "return_softmax_lse",
@@ -178,13 +183,14 @@ impl Function {
     }
 }
 
-/// A call.
+/// The tensors and scalars of one attention call, read but not yet checked against each other:
+/// [`Request::problem`] does that.
 #[derive(Debug)]
 pub(crate) struct Request {
     function: Function,
-    /// The queries as the caller has them.
+    /// The queries in the caller's dimension order.
     pub(crate) given: Memory,
-    /// Packed queries, and packed keys and values, have one batch entry.
+    /// Packed (variable-length) queries, keys and values have one batch entry.
     pub(crate) query: View,
     pub(crate) key: View,
     pub(crate) value: View,
@@ -198,17 +204,17 @@ pub(crate) struct Request {
     pub(crate) slopes: Optional,
     pub(crate) sinks: Optional,
     descales: Descales<Optional>,
-    /// Functions, and what they load from.
+    /// The mask and score functions of the call, and the tensors that they load from.
     pub(crate) captured: Captured,
     numbers: Numbers,
 }
 
-/// A call's tensors with their names.
+/// Pairs the tensors of a call with their argument names; `None` and missing ones stay empty.
 pub(crate) fn named<'py, const COUNT: usize>(
     names: &[&'static str; COUNT],
     tensors: &Bound<'py, PyTuple>,
 ) -> PyResult<[Named<'py>; COUNT]> {
-    // What comes last may be left out.
+    // Trailing tensors may be left out.
     if tensors.len() > COUNT {
         let given = tensors.len();
         return Err(PyTypeError::new_err(format!("{given} tensors, expected {COUNT}")));
@@ -222,12 +228,12 @@ pub(crate) fn named<'py, const COUNT: usize>(
     Ok(named)
 }
 
-/// Which of a call's tensors are given, as bits.
+/// Returns which of a call's tensors are given, one bit for each index.
 pub(crate) fn bits(is_given: impl Fn(usize) -> bool) -> u64 {
     (0..TENSORS).fold(0, |bits, at| bits | u64::from(is_given(at)) << at)
 }
 
-/// A tensor that must be given.
+/// Returns a required tensor, or an error that names it.
 pub(crate) fn needed<'a, 'py>((name, tensor): &'a Named<'py>) -> PyResult<&'a Bound<'py, PyAny>> {
     tensor.as_ref().ok_or_else(|| missing(name))
 }
@@ -238,7 +244,8 @@ fn missing(name: &str) -> PyErr {
 }
 
 impl Request {
-    /// Reads the tensors of a call: `read` says what one is, and whether it must have no gaps.
+    /// Reads the tensors of a call. `read` gets a tensor, its name, and whether it must be
+    /// contiguous.
     pub(crate) fn read<'py>(
         function: Function,
         tensors: &[Named<'py>; TENSORS],
@@ -252,15 +259,15 @@ impl Request {
         })
     }
 
-    /// A call of tensors in memory, of which those are given that have a bit: `memory` says what the one
-    /// of a place is, and hears whether it must have no gaps.
+    /// Builds a request from the tensors whose bit is set in `given`. `memory` gets a tensor's
+    /// index and whether it must be contiguous.
     pub(crate) fn new(
         function: Function,
         given: u64,
         numbers: Numbers,
         memory: impl Fn(usize, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        // Most are not given, and need not be asked for.
+        // Most optional tensors are not given; `memory` is not called for them.
         let optional = |at: usize, whole: bool| -> PyResult<Optional> {
             let read = || memory(at, whole).map(Box::new);
             (given & 1 << at != 0).then(read).transpose()
@@ -301,22 +308,22 @@ impl Request {
         })
     }
 
-    /// Whether a tensor has f32 elements.
+    /// Returns whether the queries, keys or values are f32.
     pub(crate) fn has_f32(&self) -> bool {
         [&self.query, &self.key, &self.value].iter().any(|view| view.form.dtype == DType::F32)
     }
 
-    /// The names of its tensors.
+    /// Returns the argument names of the tensors.
     pub(crate) fn names(&self) -> &'static [&'static str; TENSORS] {
         self.function.names()
     }
 
-    /// What the caller calls the most queries and keys of a sequence.
+    /// Returns the argument names of the maximum query and key lengths.
     pub(crate) fn most_names(&self) -> [&'static str; 2] {
         self.function.most_names()
     }
 
-    /// The problem that it poses, or what is wrong with it.
+    /// Checks the tensors against each other and returns the problem that they pose.
     pub(crate) fn problem(&self) -> PyResult<Problem> {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             *self.names();
@@ -328,7 +335,8 @@ impl Request {
                 key.sizes[3], query.sizes[3]
             ))
         };
-        // Said before anything that copies would mend.
+        // Reported before the errors that the Python package handles by padding head dims to a
+        // multiple of 8: padding must not hide that the head dims differ.
         let odd = |form: &Form| form.sizes[3] % 8 != 0;
         if key.sizes[3] != query.sizes[3] && (odd(query) || odd(key)) {
             return Err(unequal());
@@ -399,11 +407,11 @@ impl Request {
             left_padding: self.left_padding.is_some(),
             batch_index: self.entries.is_some(),
         };
-        // FlashAttention's words: a causal window ends at the query.
+        // FlashAttention's convention: a causal mask sets the right side of the window to 0.
         let (left, mut right) = (window.0, if causal { Some(0) } else { window.1 });
         if causal && self.function == Function::PyTorch {
-            // PyTorch's mask is anchored at the first key, ours at the last one. Keys behind the last
-            // query are seen by nobody; queries behind the last key see all of them.
+            // PyTorch's mask is anchored at the first key, ours at the last one. Keys beyond the
+            // last query are visible to no query; queries beyond the last key see all keys.
             problem.key_length = queries.min(keys) as usize;
             right = Some((queries - keys).max(0) as usize);
         }
@@ -443,7 +451,7 @@ impl Request {
         Ok(problem)
     }
 
-    /// The descale factors, and over what they range.
+    /// Returns the descale factors, each with its granularity.
     fn factors(&self, sequences: i64) -> PyResult<Descales<Option<(Descale, View)>>> {
         if self.descales.each_ref().into_array().into_iter().all(Option::is_none) {
             return Ok(Descales::default());
@@ -477,12 +485,12 @@ impl Request {
         })
     }
 
-    /// The descale factors, which were checked with the problem.
+    /// Returns the descale factors; [`Request::problem`] has checked them.
     pub(crate) fn descales(&self, problem: &Problem) -> PyResult<Descales<Option<View>>> {
         Ok(self.factors(problem.batch as i64)?.map(|found| found.map(|(_, view)| view)))
     }
 
-    /// How the keys lie, and how many a sequence can have.
+    /// Returns how the keys are stored, and the maximum number of keys of a sequence.
     fn keys(&self, sequences: i64) -> PyResult<(Storage, usize)> {
         let [q, k, _, _, cu_k, _, _, _, entries, table, ..] = *self.names();
         let [count, rows, ..] = self.key.form.sizes;
@@ -521,7 +529,7 @@ impl Request {
         Ok((Storage::Padded, rows as usize))
     }
 
-    /// The tensor that says how many sequences there are.
+    /// Returns the name of the tensor that determines the number of sequences.
     fn first(&self) -> &'static str {
         let [q, _, _, cu_q, ..] = *self.names();
         if self.query_starts.is_some() { cu_q } else { q }
@@ -538,19 +546,20 @@ impl Request {
         )))
     }
 
-    /// The output as the caller will have it, nowhere yet.
+    /// Returns the output tensor in the caller's dimension order, without an address.
     pub(crate) fn output(&self) -> Memory {
         let element = Element::Float(DTypes::inputs(self.query.form.dtype).output);
         Memory { element, ..self.given.like(self.value.form.sizes[3]) }
     }
 
-    /// The output in our order, at an address.
+    /// Returns the output as (batch, length, heads, dim) at an address.
     pub(crate) fn output_at(&self, address: u64) -> PyResult<View> {
         let memory = Memory { address, ..self.output() };
         self.function.order(self.query_starts.is_some()).view("out", &memory)
     }
 
-    /// The output in our order, in a tensor of the caller's.
+    /// Returns the output as (batch, length, heads, dim) in the caller's `out`, or why `out` does
+    /// not fit.
     pub(crate) fn output_in(&self, out: &Memory) -> PyResult<View> {
         let expected = self.output();
         out.on("out", expected.place, self.names()[0])?;
@@ -572,13 +581,14 @@ impl Request {
         Ok(view)
     }
 
-    /// The sizes of the log-sum-exps, and how many of the first of them the caller does not have.
+    /// Returns the sizes of the log-sum-exps as (batch, heads, rows), and how many leading
+    /// dimensions the caller does not see: 1 for packed queries, otherwise 0.
     pub(crate) fn sums(&self) -> ([i64; 3], usize) {
         let [batch, rows, heads, _] = self.query.form.sizes;
         ([batch, heads, rows], usize::from(self.query_starts.is_some()))
     }
 
-    /// The tensors as a device takes them.
+    /// Returns the tensors in the form that the GPU library takes.
     pub(crate) fn tensors(
         &self,
         descales: Descales<Option<View>>,
@@ -600,7 +610,7 @@ impl Request {
             sinks: address(self.sinks.as_deref()),
             ..Tensors::new(all, lse.map(DeviceAddress))
         };
-        // A kilobyte, which most calls need not fill twice.
+        // The captured tensors take a kilobyte, which calls without functions need not write again.
         if !self.captured.is_empty() {
             tensors.captured = self.captured.on_device();
         }
@@ -608,12 +618,12 @@ impl Request {
     }
 }
 
-/// Where a list is.
+/// Returns the device address of an optional tensor.
 pub(crate) fn address(list: Option<&Memory>) -> Option<DeviceAddress> {
     list.map(|list| DeviceAddress(list.address))
 }
 
-/// The most rows of a packed sequence: all of them where the caller does not know.
+/// Returns the maximum length of a packed sequence: all rows if the caller does not give it.
 fn most(name: &str, given: Option<i64>, rows: i64) -> PyResult<i64> {
     match given {
         None => Ok(rows),

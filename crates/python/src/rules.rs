@@ -1,4 +1,5 @@
-//! Masks and scores as functions: what a call gives of them, and the tensors that they load from.
+//! Masks and scores given as functions: their texts, the tensors that they load from, and the lists
+//! of blocks that a mask function leaves visible.
 
 use std::sync::{Arc, Mutex};
 
@@ -16,7 +17,7 @@ use crate::library::Named;
 use crate::process::lock;
 use crate::view::{Element, Memory, Place};
 
-/// A mask or a score as a function, from its text.
+/// A mask or score function, parsed from its text.
 #[pyclass(frozen, name = "Rule", module = "flashcore._flashcore")]
 pub(crate) struct Rule(Function);
 
@@ -28,38 +29,39 @@ impl Rule {
         text.parse().map(Rule).map_err(error::value)
     }
 
-    /// The text, which is the same for the same function.
+    /// Returns the canonical text, which is the same for the same function.
     #[getter]
     fn text(&self) -> &'static str {
         self.0.text()
     }
 }
 
-/// Lists of the blocks that a mask leaves, found on the device at the first launch with it, from what its
-/// tensors hold then.
+/// Lists of the blocks that a mask function leaves visible. They are computed on the device at the
+/// first launch with the mask, from what its tensors hold then, and reused afterwards.
 #[pyclass(frozen, weakref, name = "Blocks", module = "flashcore._flashcore")]
 #[derive(Default)]
 pub(crate) struct Blocks {
     lists: Mutex<Vec<Lists>>,
 }
 
-/// Lists in the memory of a device.
+/// Block lists in the memory of one device.
 struct Lists {
     ordinal: u32,
-    /// What they were made for.
+    /// The launches that the lists were computed for.
     launches: family::Choice,
-    /// Of key blocks, and of tiles.
+    /// The lists of key blocks and of tiles.
     buffers: [Option<Buffer>; 2],
-    /// Passed when they are there.
+    /// Recorded behind the launch that computes the lists.
     found: Event,
-    /// A graph that captured a launch holds another one.
+    /// Each CUDA graph that captured a launch with these lists holds another reference.
     graph: Arc<()>,
 }
 
 impl Drop for Lists {
     fn drop(&mut self) {
-        // Somebody may still be writing or reading them: memory is given back when a device has done
-        // what was asked of it, unless a graph may launch with them again at any time.
+        // Kernels may still write or read the lists: freeing a buffer waits until the device has
+        // done what was asked of it. A graph, however, may launch with them at any time, so its
+        // buffers are leaked.
         if Arc::strong_count(&self.graph) > 1 {
             self.buffers.iter_mut().for_each(|buffer| std::mem::forget(buffer.take()));
         }
@@ -75,8 +77,9 @@ impl Blocks {
 }
 
 impl Blocks {
-    /// Gives a call the lists of key blocks and of tiles, found the first time. Where a graph is being
-    /// captured and they are not there yet, the plan finds them by itself each time the graph runs.
+    /// Adds the lists of key blocks and of tiles to a call, computing them the first time. If a
+    /// graph is being captured and they are not there yet, the plan computes them each time the
+    /// graph runs.
     pub(crate) fn join(
         &self,
         gpu: &Gpu,
@@ -127,8 +130,8 @@ impl Blocks {
     }
 }
 
-/// The functions of a call: a mask, a score, and the tensors of both, those of the mask first, each
-/// in the order in which its function names them.
+/// The functions of a call: a mask, a score, and the tensors of both; those of the mask come first,
+/// each in the order in which its function names them.
 #[derive(Default)]
 pub(crate) struct Rules<'py> {
     functions: [Option<Function>; 2],
@@ -136,7 +139,7 @@ pub(crate) struct Rules<'py> {
     blocks: Option<Bound<'py, Blocks>>,
 }
 
-/// The same as Python gives them.
+/// The tuple that Python passes for [`Rules`].
 type Given<'py> = (
     Option<PyRef<'py, Rule>>,
     Option<PyRef<'py, Rule>>,
@@ -168,17 +171,17 @@ impl<'py> Rules<'py> {
         Ok(Rules { functions, captured, blocks })
     }
 
-    /// The tensors of a call and those of its functions.
+    /// Returns the tensors of a call followed by those of its functions.
     pub(crate) fn among(&self, tensors: &[Named<'py>]) -> Vec<Named<'py>> {
         tensors.iter().chain(&self.captured).cloned().collect()
     }
 
-    /// Whether there are none.
+    /// Returns whether the call has no functions.
     pub(crate) fn is_empty(&self) -> bool {
         self.functions == [None, None]
     }
 
-    /// The functions with what their tensors are: `read` says it of one.
+    /// Reads the tensors of the functions with `read`.
     pub(crate) fn captured(
         &self,
         read: impl Fn(&Bound<'py, PyAny>, &str) -> PyResult<Memory>,
@@ -193,7 +196,7 @@ impl<'py> Rules<'py> {
     }
 }
 
-/// Functions with the tensors that they load from, in memory.
+/// The functions of a call with the memory of the tensors that they load from.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
     functions: [Option<Function>; 2],
@@ -202,7 +205,7 @@ pub(crate) struct Captured {
 }
 
 impl Captured {
-    /// Puts the functions into a problem whose first tensor is in this memory.
+    /// Checks the tensors and adds the functions to a problem whose first tensor is on `place`.
     pub(crate) fn join(&self, problem: &mut Problem, place: Place, first: &str) -> PyResult<()> {
         for (spec, memory) in self.each() {
             check(spec, memory)?;
@@ -214,13 +217,13 @@ impl Captured {
         Ok(())
     }
 
-    /// Each tensor with what its function expects.
+    /// Pairs each tensor with what its function expects of it.
     fn each(&self) -> impl Iterator<Item = (&'static TensorSpec, &Memory)> {
         let specs = self.functions.into_iter().flatten().flat_map(|function| function.tensors());
         specs.zip(&self.tensors)
     }
 
-    /// The tensors as a device takes them.
+    /// Returns the tensors in the form that the GPU library takes.
     pub(crate) fn on_device(&self) -> CapturedTensors {
         let mut captured = CapturedTensors::default();
         let of_mask = self.functions[0].map_or(0, |mask| mask.tensors().len());
@@ -228,7 +231,7 @@ impl Captured {
         for (to, memory) in places.zip(&self.tensors) {
             let (mut extents, mut strides) = ([1; TensorSpec::MOST_DIMENSIONS], [0; _]);
             for (index, (size, stride)) in dimensions(memory).enumerate() {
-                // They were checked.
+                // [`check`] has bounded the sizes and excluded negative strides.
                 (extents[index], strides[index]) = (size as u32, stride as u64);
             }
             *to = Some(CapturedTensor { address: DeviceAddress(memory.address), extents, strides });
@@ -236,17 +239,17 @@ impl Captured {
         captured
     }
 
-    /// Whether there are none.
+    /// Returns whether no function loads from a tensor.
     pub(crate) fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// What is known of the blocks of the mask.
+    /// Returns the block lists of the mask, if the caller keeps them.
     pub(crate) fn blocks(&self) -> Option<&Blocks> {
         self.blocks.as_ref().map(Py::get)
     }
 
-    /// Copies of the tensors, for the host.
+    /// Copies the tensors for the CPU back end.
     ///
     /// # Safety
     ///
@@ -257,7 +260,7 @@ impl Captured {
     }
 }
 
-/// A copy of a tensor that was checked.
+/// Copies a checked tensor.
 ///
 /// # Safety
 ///
@@ -271,14 +274,14 @@ unsafe fn copy(spec: &TensorSpec, memory: &Memory) -> HostTensor {
     HostTensor::new(&spec.name, spec.stored, &extents, bytes.to_vec()).with_strides(&strides)
 }
 
-/// The sizes and strides of a tensor that was checked; a single number has one dimension.
+/// Returns the sizes and strides of a checked tensor; a scalar has one dimension.
 fn dimensions(memory: &Memory) -> impl Iterator<Item = (usize, usize)> {
     let count = memory.dimensions.max(1);
     let both = memory.sizes.into_iter().zip(memory.strides).take(count);
     both.map(|(size, stride)| (size as usize, if size > 1 { stride as usize } else { 0 }))
 }
 
-/// Refuses what is not what a function loads from.
+/// Refuses a tensor that does not match what its function declares.
 fn check(spec: &TensorSpec, memory: &Memory) -> PyResult<()> {
     let TensorSpec { name, stored, rank } = spec;
     if stored_as(memory.element) != Some(*stored) {
@@ -310,7 +313,7 @@ fn check(spec: &TensorSpec, memory: &Memory) -> PyResult<()> {
     Ok(())
 }
 
-/// What a function calls elements of this type.
+/// Returns the name that functions use for this element type.
 fn stored_as(element: Element) -> Option<Stored> {
     let name = match element {
         Element::Float(DType::F32) => "f32",

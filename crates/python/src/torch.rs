@@ -1,6 +1,6 @@
 //! PyTorch's tensors.
 //!
-//! Everything that can be looked up once is kept in [`Torch`].
+//! PyTorch functions that are needed again and again are looked up once and kept in [`Torch`].
 
 use std::sync::Mutex;
 
@@ -17,7 +17,7 @@ use crate::process::{lock, process};
 use crate::stable::Stable;
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
-/// What is needed of the module `torch`.
+/// The functions and types that are needed of the module `torch`.
 pub(crate) struct Torch {
     tensor: Py<PyAny>,
     /// From PyTorch 2.10 on.
@@ -25,10 +25,10 @@ pub(crate) struct Torch {
     /// From PyTorch 2.11 on.
     stable: Option<&'static Stable>,
     empty_strided: Py<PyAny>,
-    /// The same on the current CUDA device, of sizes, strides and element type alone: what PyTorch's
-    /// compiled programs call.
+    /// `empty_strided` on the current CUDA device, which takes sizes, strides and element type
+    /// only: PyTorch's compiled programs call it.
     empty_strided_cuda: Option<Py<PyAny>>,
-    /// Its arguments in the last calls.
+    /// The argument tuples of its last calls, to be reused.
     made: Mutex<Vec<(Memory, Py<PyTuple>)>>,
     empty_like: Py<PyAny>,
     float32: Py<PyAny>,
@@ -36,10 +36,10 @@ pub(crate) struct Torch {
     bfloat16: Py<PyAny>,
     int32: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
-    /// Whether any kind of device has it on.
+    /// Returns whether autocast is on for any kind of device.
     autocasting: Option<Py<PyAny>>,
     increment_version: Option<Py<PyAny>>,
-    /// How many modes want to see operators before they run.
+    /// Returns the number of active `__torch_dispatch__` modes.
     modes: Py<PyAny>,
     raw_stream: Option<Py<PyAny>>,
 }
@@ -78,27 +78,27 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         modes: inner.getattr("_len_torch_dispatch_stack")?.unbind(),
         raw_stream: inner.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
     };
-    // A second import finds the first.
+    // Only the first import sets it.
     let _ = TORCH.set(py, torch);
     Ok(())
 }
 
-/// Whether a call can go straight to the kernel.
+/// The path that a call on these tensors takes.
 pub(crate) enum Way {
-    /// No tensor of PyTorch's.
+    /// No tensor is PyTorch's.
     Foreign,
-    /// PyTorch's dispatcher must see it: a subclass, a mode, a transformation.
+    /// PyTorch's dispatcher must see the call: there is a subclass, a mode or a transformation.
     Dispatcher,
     Straight(&'static Torch),
 }
 
 impl Torch {
-    /// The module that was adopted.
+    /// Returns the adopted module, or an error if PyTorch was not imported.
     pub(crate) fn get(py: Python<'_>) -> PyResult<&'static Torch> {
         TORCH.get(py).ok_or_else(|| error::runtime("PyTorch was not imported"))
     }
 
-    /// How tensors, which come with their names, are to be treated.
+    /// Decides which path a call on these named tensors takes.
     pub(crate) fn way<'a, 'py: 'a>(
         py: Python<'py>,
         tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)> + Clone,
@@ -136,7 +136,7 @@ impl Torch {
         }
     }
 
-    /// Whether something wants to see operators before they run.
+    /// Returns whether a `__torch_dispatch__` mode is active.
     fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
         match self.stable {
             Some(stable) => Ok(stable.modes() > 0),
@@ -144,8 +144,8 @@ impl Torch {
         }
     }
 
-    /// Whether a tensor is a view that stands for the negative of what is in memory: the dispatcher makes
-    /// it real.
+    /// Returns whether a tensor has PyTorch's negative bit set: a lazy view of the negated memory,
+    /// which the dispatcher materialises.
     fn is_any_negative<'a, 'py: 'a>(
         &self,
         py: Python<'py>,
@@ -167,13 +167,13 @@ impl Torch {
         }
     }
 
-    /// Whether autograd records what is done with some tensors, which come with their names.
+    /// Returns whether autograd records operations on these named tensors.
     pub(crate) fn is_recording<'a, 'py: 'a>(
         &self,
         py: Python<'py>,
         mut tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
     ) -> PyResult<bool> {
-        // One question first: most callers want no gradients.
+        // Checked first: most callers want no gradients.
         if !self.is_grad_enabled(py)? {
             return Ok(false);
         }
@@ -183,7 +183,7 @@ impl Torch {
         tensors.try_fold(false, |found, (_, tensor)| Ok(found || requires(tensor)?))
     }
 
-    /// Whether PyTorch is to choose element types.
+    /// Returns whether autocast is on.
     pub(crate) fn is_autocasting(&self, py: Python<'_>) -> PyResult<bool> {
         match &self.autocasting {
             Some(function) => function.bind(py).call0()?.is_truthy(),
@@ -191,24 +191,25 @@ impl Torch {
         }
     }
 
-    /// What a tensor is.
+    /// Reads the memory of a tensor.
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
             let memory = exchange.read(tensor, name);
             let memory = memory.map_err(|error| unreadable(tensor, name, error))?;
-            // Where a GPU has it, it is freed in the order of its work, and a look takes longer than a launch.
+            // GPU memory is freed in stream order, and checking its storage would take longer than
+            // a launch.
             return match memory.place {
                 Place::Host => holds(tensor, name, &memory).map(|()| memory),
                 Place::Cuda(_) => Ok(memory),
             };
         }
-        // Exporting a tensor that requires grad is refused, even where nothing records it.
+        // PyTorch refuses to export a tensor that requires grad, even where nothing is recorded.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
-        // No stream of ours is to wait: the work goes to PyTorch's own.
+        // -1: no stream of ours has to wait, since the work goes to PyTorch's current stream.
         Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
     }
 
-    /// Tells autograd, where it is listening, that a tensor was written.
+    /// Increments a tensor's version counter while grad mode is on: it was written in place.
     pub(crate) fn written(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = tensor.py();
         if let Some(function) = &self.increment_version
@@ -219,10 +220,10 @@ impl Torch {
         Ok(())
     }
 
-    /// The stream on which PyTorch's work goes now.
+    /// Returns PyTorch's current stream on a device.
     pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
         match (self.stable, self.exchange, &self.raw_stream) {
-            // It does not ask Python whether this thread is attached.
+            // Preferred, since it does not check whether this thread is attached to Python.
             (Some(stable), ..) => stable.stream(ordinal),
             (None, Some(exchange), _) => exchange.stream(py, ordinal),
             (None, None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
@@ -230,7 +231,7 @@ impl Torch {
         }
     }
 
-    /// A tensor like another one, of which it is known what it is, and where it is.
+    /// Allocates a tensor like another one whose memory is known; returns it with its address.
     pub(crate) fn make_like<'py>(
         &self,
         like: &Bound<'py, PyAny>,
@@ -247,8 +248,8 @@ impl Torch {
         Ok((made, address))
     }
 
-    /// A tensor that lies like this, without PyTorch's reading of arguments: in half the time. None where
-    /// that does not work, and the long way finds out why.
+    /// Allocates a tensor of the given layout without PyTorch's argument parser, in half the time.
+    /// Returns None if that fails; the slow path then reports why.
     fn make_directly<'py>(
         &self,
         like: &Bound<'py, PyAny>,
@@ -261,14 +262,14 @@ impl Torch {
             && let Some(function) = &self.empty_strided_cuda
             && stable.knows_handles(like)
             && let Some(dtype) = self.dtype(element)
-            // Where the same bits are asked for, the dispatcher's function fills memory besides.
+            // With deterministic algorithms, PyTorch's `empty` also fills the memory.
             && !stable.is_deterministic()
             && stable.is_current(ordinal)
         {
             let arguments = self.arguments(py, memory, dtype)?;
             let made = function.bind(py).call1(arguments);
             let made = made.map_err(|error| after_fork(like, error))?;
-            // PyTorch may have chosen a device that CUDA will hear of later.
+            // PyTorch's current device may differ from CUDA's until its next CUDA call.
             if let Some((address, found)) = stable.whereabouts(&made)
                 && found == place
             {
@@ -282,8 +283,8 @@ impl Torch {
         Ok(made().ok())
     }
 
-    /// What a tensor on the current device is made from. Calls alike follow each other, so that the last
-    /// few are kept.
+    /// Returns the arguments of `empty_strided_cuda`. Similar calls follow each other, so that the
+    /// last few tuples are kept.
     fn arguments<'py>(
         &self,
         py: Python<'py>,
@@ -310,7 +311,7 @@ impl Torch {
         Ok(arguments)
     }
 
-    /// An element type of answers as PyTorch has it.
+    /// Returns PyTorch's `dtype` object of a result's element type.
     fn dtype(&self, element: Element) -> Option<&Py<PyAny>> {
         match element {
             Element::Float(DType::F16) => Some(&self.float16),
@@ -321,7 +322,7 @@ impl Torch {
         }
     }
 
-    /// A tensor without gaps on the device of another, and where it is.
+    /// Allocates a contiguous tensor on the device of another; returns it with its address.
     pub(crate) fn make<'py>(
         &self,
         like: &Bound<'py, PyAny>,
@@ -344,7 +345,7 @@ impl Torch {
         let arguments = PyDict::new(py);
         arguments.set_item(intern!(py, "dtype"), dtype)?;
         arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
-        // In half the time that `empty` takes, which looks for more kinds of arguments.
+        // Takes half the time of `empty`, which accepts more kinds of arguments.
         let shape = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?);
         let made = self.empty_strided.bind(py).call(shape, Some(&arguments));
         let made = made.map_err(|error| after_fork(like, error))?;
@@ -360,7 +361,7 @@ impl Torch {
     }
 }
 
-/// PyTorch's error, or what is behind it where a tensor has no memory of the usual kind.
+/// Replaces PyTorch's error if the cause is a tensor without strided memory.
 #[cold]
 fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
     let layout = tensor.getattr(intern!(tensor.py(), "layout")).map(|it| it.to_string());
@@ -374,8 +375,8 @@ fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
     }
 }
 
-/// Refuses a tensor that lies otherwise than step by step, for which nobody has a kernel: PyTorch's
-/// dispatcher would not say whose it is.
+/// Refuses a tensor that is not strided (sparse, nested, quantized): there is no kernel for it, and
+/// PyTorch's dispatcher would not say which argument it is.
 pub(crate) fn is_strided(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
     let py = tensor.py();
     let layout = tensor.getattr(intern!(py, "layout"))?.to_string();
@@ -392,8 +393,8 @@ pub(crate) fn is_strided(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> 
     )))
 }
 
-/// Refuses tensors that PyTorch's dispatcher finds no kernel for, or the wrong one: beside one without
-/// memory, of its device `meta`, all others would be taken for such, and the answer be anything.
+/// Refuses tensors for which PyTorch's dispatcher finds no kernel, or the wrong one: one tensor on
+/// the device `meta` would make it treat all others as `meta`, with an undefined result.
 pub(crate) fn check_dispatched<'a, 'py: 'a>(
     tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
 ) -> PyResult<()> {
@@ -412,8 +413,8 @@ pub(crate) fn check_dispatched<'a, 'py: 'a>(
     Ok(())
 }
 
-/// Refuses a tensor on the CPU whose memory ends before its last element: storages can be made smaller,
-/// and those whose memory was given back have none.
+/// Refuses a CPU tensor whose storage ends before its last element: storages can be shrunk or
+/// freed.
 fn holds(tensor: &Bound<'_, PyAny>, name: &str, memory: &Memory) -> PyResult<()> {
     let py = tensor.py();
     if memory.sizes().contains(&0) {
@@ -432,8 +433,8 @@ fn holds(tensor: &Bound<'_, PyAny>, name: &str, memory: &Memory) -> PyResult<()>
     }
 }
 
-/// PyTorch's error, or what is behind it in a process that was forked after its parent used the GPU:
-/// PyTorch only says that CUDA could not be initialised.
+/// Replaces PyTorch's error in a process that was forked after its parent used the GPU: PyTorch
+/// only says that CUDA could not be initialised.
 #[cold]
 fn after_fork(like: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     let on_gpu = like.getattr(intern!(like.py(), "is_cuda")).and_then(|it| it.extract());

@@ -1,4 +1,5 @@
-//! New keys and values for a cache: what a call gives, checked.
+//! An append to a KV cache: new keys and values, the cache and its lists, and the queries to be
+//! rotated with them; read and checked here, run by `gpu::append` or `cpu::append`.
 
 use flashcore::Descale;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -9,10 +10,10 @@ use crate::library::{Library, Named};
 use crate::numbers::Flags;
 use crate::view::{Element, Form, Memory, Order, View};
 
-/// How many tensors a call can have.
+/// The number of tensor arguments of an append, given or not.
 pub(crate) const TENSORS: usize = 15;
 
-/// Their names, in the order of [`Update`]'s fields.
+/// The argument names of the tensors, in the order that [`Update::read`] takes them.
 pub(crate) const NAMES: [&str; TENSORS] = [
     "k_cache",
     "v_cache",
@@ -31,7 +32,7 @@ pub(crate) const NAMES: [&str; TENSORS] = [
     "v_descale",
 ];
 
-/// The same, where the caller calls the table of pages `block_table`.
+/// Returns [`NAMES`], with the page table called `block_table` if `blocks` is set.
 pub(crate) fn names(blocks: bool) -> [&'static str; TENSORS] {
     let mut names = NAMES;
     if blocks {
@@ -40,53 +41,54 @@ pub(crate) fn names(blocks: bool) -> [&'static str; TENSORS] {
     names
 }
 
-/// New rows of a cache, and queries to be rotated as its keys are.
+/// The checked tensors of an append.
 #[derive(Debug)]
 pub(crate) struct Update {
     pub(crate) key_cache: View,
     pub(crate) value_cache: View,
-    /// Packed rows have one batch entry.
+    /// New keys; packed rows have one batch entry, here and in `value` and `query`.
     pub(crate) key: View,
     pub(crate) value: View,
     pub(crate) query: View,
-    /// The queries as the caller has them.
+    /// The queries in the caller's dimension order.
     pub(crate) given: Memory,
-    /// The most of a sequence.
+    /// The maximum number of queries of a sequence.
     pub(crate) most_queries: usize,
-    /// Positions of each sequence before.
+    /// The length of each sequence before the append.
     pub(crate) lengths: Memory,
     pub(crate) key_starts: Option<Memory>,
     pub(crate) query_starts: Option<Memory>,
     pub(crate) entries: Option<Memory>,
     pub(crate) pages: Option<Memory>,
-    /// What the caller calls them.
+    /// The argument name of the page table.
     pub(crate) pages_name: &'static str,
     pub(crate) rotary: Option<Rotary>,
-    /// The descale factors of 8-bit caches of keys and values: given for each sequence and head, or
-    /// to be found for each token and written.
+    /// The descale factors of 8-bit key and value caches: either given for each sequence and head,
+    /// or computed for each token during the append and written.
     pub(crate) descales: [Option<(Descale, View)>; 2],
     factors: [Option<Memory>; 2],
-    /// How many sequences there are.
+    /// The number of sequences.
     pub(crate) sequences: usize,
-    /// The positions that each sequence has room for.
+    /// The capacity of each sequence, in positions.
     pub(crate) room: usize,
 }
 
-/// The embedding that turns keys and queries.
+/// The rotary embedding of the new keys and of the queries.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotary {
     pub(crate) cosines: Memory,
     pub(crate) sines: Memory,
-    /// The position of each sequence's first new key, where it is not the length before.
+    /// The position of each sequence's first new key, if it is not the length before the append.
     pub(crate) positions: Option<Memory>,
-    /// Whether neighbours are pairs.
+    /// Whether rotary pairs are neighbouring columns (GPT-J style) rather than halves of the row.
     pub(crate) interleaved: bool,
-    /// Whether the queries of a sequence stand one after the other; else all at the first position.
+    /// Whether the queries of a sequence have successive positions; otherwise all have the first
+    /// one.
     pub(crate) advancing: bool,
 }
 
 impl Rotary {
-    /// Positions in the tables, and the columns that are rotated.
+    /// Returns the number of positions in the tables, and the number of rotated columns.
     pub(crate) fn sizes(&self) -> (usize, usize) {
         (self.cosines.sizes[0] as usize, 2 * self.cosines.sizes[1] as usize)
     }
@@ -166,7 +168,7 @@ impl Update {
         Ok(update)
     }
 
-    /// Refuses tensors that do not go together, and counts sequences and room.
+    /// Refuses tensors that do not fit together; sets `sequences`, `room` and `descales`.
     fn check(&mut self) -> PyResult<()> {
         self.check_tensors()?;
         let sequences = self.check_lists()?;
@@ -179,12 +181,12 @@ impl Update {
         Ok(())
     }
 
-    /// Which of the two caches round what they get to 8 bits.
+    /// Returns whether the key cache and the value cache have 8-bit elements.
     fn rounded(&self) -> [bool; 2] {
         [&self.key_cache, &self.value_cache].map(|it| it.form.dtype.is_8_bit())
     }
 
-    /// Caches, new rows and queries: element types, places, heads and head dims.
+    /// Checks element types, devices, heads and head dims of caches, new rows and queries.
     fn check_tensors(&self) -> PyResult<()> {
         let cache = &self.key_cache.form;
         let place = cache.place;
@@ -197,7 +199,7 @@ impl Update {
             }
         }
         self.query.form.query(NAMES[4])?;
-        // Of 8 bits a cache takes rows like it, or rounds wider ones.
+        // An 8-bit cache takes rows of its own type, or quantizes wider ones.
         for ((name, row), (of, it)) in [
             ((NAMES[2], &self.key.form), (NAMES[0], &self.key_cache.form)),
             ((NAMES[3], &self.value.form), (NAMES[1], &self.value_cache.form)),
@@ -212,7 +214,8 @@ impl Update {
             (NAMES[3], &self.value.form, &self.value_cache.form, NAMES[1], true),
         ];
         for (name, form, other, first, rows) in shapes {
-            // A cache has the other's places and heads; new rows have the cache's heads and dim.
+            // The value cache must match the key cache in entries, positions and heads; new rows
+            // must match their cache in heads and head dim.
             let (given, expected) = match rows {
                 false => (&form.sizes[..3], &other.sizes[..3]),
                 true => (&form.sizes[2..], &other.sizes[2..]),
@@ -245,7 +248,7 @@ impl Update {
         Ok(())
     }
 
-    /// Lists, which say how many sequences there are.
+    /// Checks the integer lists; returns the number of sequences.
     fn check_lists(&self) -> PyResult<i64> {
         let place = self.key_cache.form.place;
         let sequences = self.lengths.list(NAMES[5])?;
@@ -275,7 +278,7 @@ impl Update {
         Ok(sequences)
     }
 
-    /// The positions that each sequence has in the cache.
+    /// Returns the capacity of each sequence in the cache.
     fn check_room(&self, sequences: i64) -> PyResult<i64> {
         let cache = &self.key_cache.form;
         let mut room = cache.sizes[1];
@@ -297,7 +300,7 @@ impl Update {
         Ok(room)
     }
 
-    /// The descale factors of one of the two caches.
+    /// Checks the descale factors of the key cache (`at` = 0) or of the value cache (`at` = 1).
     fn factors_of(&self, at: usize, sequences: i64) -> PyResult<Option<(Descale, View)>> {
         let Form { sizes: [entries, positions, heads, _], place, .. } = self.key_cache.form;
         let [name, of, given] = [NAMES[13 + at], NAMES[at], NAMES[2 + at]];
@@ -326,7 +329,7 @@ impl Update {
         Ok(Some(found))
     }
 
-    /// The tables of angles.
+    /// Checks the rotary tables.
     fn check_rotary(&self, rotary: &Rotary) -> PyResult<()> {
         let cache = &self.key_cache.form;
         let dtype = self.key.form.dtype;

@@ -1,4 +1,6 @@
-//! What a tensor is, whoever made it: where its elements are and how they lie there.
+//! The memory of a tensor, whichever library made it: address, shape, strides, element type and
+//! device. [`Memory`] has the caller's dimensions; [`View`] is a floating-point tensor of rows in
+//! the order (batch, length, heads, dim).
 
 use std::fmt;
 
@@ -8,7 +10,7 @@ use flashcore::{DType, Strides};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-/// Which memory.
+/// The memory space of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Place {
     Host,
@@ -25,7 +27,7 @@ impl fmt::Display for Place {
 }
 
 impl Place {
-    /// Refuses another place than the first tensor's.
+    /// Refuses a tensor that is not on the device of the first tensor.
     pub(crate) fn same(self, name: &str, place: Place, first: &str) -> PyResult<()> {
         match self == place {
             true => Ok(()),
@@ -36,12 +38,12 @@ impl Place {
     }
 }
 
-/// What the elements of a tensor are.
+/// The element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Element {
     Float(DType),
     I32,
-    /// A kind that nothing here takes, with its bits.
+    /// A type that no function here takes, by its name and its bits.
     Other(&'static str, u8),
 }
 
@@ -65,10 +67,10 @@ impl fmt::Display for Element {
     }
 }
 
-/// The dimensions that a tensor of any function here can have.
+/// The maximum number of dimensions of a tensor argument.
 pub(crate) const MOST_DIMENSIONS: usize = 5;
 
-/// A tensor in memory, whatever it is for. Strides are in elements.
+/// A tensor in the caller's dimensions. Strides are in elements.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Memory {
     pub(crate) address: u64,
@@ -79,11 +81,12 @@ pub(crate) struct Memory {
     pub(crate) place: Place,
 }
 
-/// A tensor that a call may leave out. Most do, and what is not there is not to be moved around.
+/// A tensor argument that may be missing. Boxed, since most are missing and moving a [`Memory`]
+/// around for each would cost time.
 pub(crate) type Optional = Option<Box<Memory>>;
 
 impl Memory {
-    /// A tensor that is nowhere yet, with ones and no strides.
+    /// Returns a tensor without an address, with sizes of one and strides of zero.
     pub(crate) fn nowhere(element: Element, place: Place, dimensions: usize) -> Memory {
         let (sizes, strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
         Memory { address: 0, dimensions, sizes, strides, element, place }
@@ -97,10 +100,10 @@ impl Memory {
         &self.strides[..self.dimensions]
     }
 
-    /// Refuses elements that cannot be anywhere: those of a tensor whose memory was given back, whose
-    /// address is 0 or an offset from there, and those further apart than addresses go.
+    /// Refuses a tensor with elements but no memory: one whose storage was freed (its address is 0
+    /// or a small offset), and one whose strides exceed the address space.
     pub(crate) fn exists(&self, name: &str) -> PyResult<()> {
-        /// No system has anything in the first page.
+        /// No system maps the first page.
         const PAGE: u64 = 4096;
         if self.sizes().contains(&0) {
             return Ok(());
@@ -121,8 +124,8 @@ impl Memory {
         }
     }
 
-    /// Bytes from the first element to the end of the last one, if addresses go so far. Steps back are no
-    /// part of it.
+    /// Returns the bytes from the first element to the end of the last one, or None on overflow.
+    /// Negative strides do not count.
     pub(crate) fn reach(&self) -> Option<i64> {
         let steps = self.sizes().iter().zip(self.strides());
         let last = steps.map(|(size, stride)| (size - 1).checked_mul((*stride).max(0)));
@@ -130,15 +133,15 @@ impl Memory {
         last.checked_add(1)?.checked_mul(self.element.bytes() as i64)
     }
 
-    /// The same without gaps and with another last dimension, nowhere yet: an answer.
+    /// Returns a contiguous tensor with another last dimension and without an address: a result.
     pub(crate) fn like(&self, last: i64) -> Memory {
         let mut sizes = self.sizes;
-        // What is behind the last dimension counts one.
+        // Sizes beyond the last dimension are one.
         sizes[self.dimensions - 1] = last;
         Memory { address: 0, sizes, strides: contiguous(sizes), ..*self }
     }
 
-    /// Whether there are no gaps between elements. The stride of what there is one of means nothing.
+    /// Returns whether the tensor is contiguous. Strides of dimensions of size one are ignored.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut whole = 1_i64;
         self.sizes().iter().zip(self.strides()).rev().all(|(size, stride)| {
@@ -148,7 +151,7 @@ impl Memory {
         })
     }
 
-    /// Whether its elements fill their memory, in whatever order the dimensions lie.
+    /// Returns whether the elements fill their memory without gaps, in any order of dimensions.
     pub(crate) fn is_dense(&self) -> bool {
         if self.is_contiguous() && !self.sizes().contains(&0) {
             return true;
@@ -167,8 +170,9 @@ impl Memory {
         })
     }
 
-    /// Whether elements may share memory: a step is no longer than all that lies within it. Steps that
-    /// pass each other without meeting, which no slice of a tensor has, are taken for such too.
+    /// Returns whether elements may overlap: some stride is smaller than the extent of the
+    /// dimensions with smaller strides. Interleaved strides that never collide, which no slice of a
+    /// tensor has, are reported as overlapping too.
     pub(crate) fn shares_elements(&self) -> bool {
         if self.sizes().contains(&0) {
             return false;
@@ -186,7 +190,7 @@ impl Memory {
         })
     }
 
-    /// The first rows of a table, which may have more.
+    /// Keeps the first `count` rows of a two-dimensional table, which may have more.
     pub(crate) fn first_rows(mut self, count: i64) -> Memory {
         if self.dimensions == 2 {
             self.sizes[0] = self.sizes[0].min(count.max(0));
@@ -194,14 +198,14 @@ impl Memory {
         self
     }
 
-    /// The same with its second and third dimension exchanged.
+    /// Swaps the second and third dimensions.
     pub(crate) fn transposed(mut self) -> Memory {
         self.sizes.swap(1, 2);
         self.strides.swap(1, 2);
         self
     }
 
-    /// One of the tensors that were packed into this one, along the third dimension from the end.
+    /// Selects one of the tensors packed along the third dimension from the end.
     pub(crate) fn part(mut self, at: u64) -> Memory {
         let Some(axis) = self.dimensions.checked_sub(3) else { return self };
         let step = self.strides[axis].max(0) as u64 * self.element.bytes();
@@ -209,13 +213,13 @@ impl Memory {
         self.sizes.copy_within(axis + 1.., axis);
         self.strides.copy_within(axis + 1.., axis);
         self.dimensions -= 1;
-        // What is behind the last dimension counts one.
+        // Sizes beyond the last dimension are one.
         self.sizes[self.dimensions] = 1;
         self
     }
 
-    /// Whether every kernel can walk its rows: elements of the last dimension lie side by side, and
-    /// on a GPU no step is zero, and all steps and the address are multiples of 16 bytes.
+    /// Returns whether every kernel can read its rows: the last dimension has stride 1 and, on a
+    /// GPU, no stride is zero and the address and all strides are multiples of 16 bytes.
     pub(crate) fn is_walkable(&self) -> bool {
         const COPY_BYTES: u64 = 16;
         let last = self.dimensions.saturating_sub(1);
@@ -233,8 +237,8 @@ impl Memory {
         self.sizes().contains(&0) || (whole(self.address) && steps.into_iter().all(walkable))
     }
 
-    /// Refuses a list of integers with another number of entries than there are sequences, or one
-    /// more of starts; `first` says how many sequences there are.
+    /// Refuses an integer list that does not have `expected` entries for the number of sequences
+    /// that the tensor `first` determines.
     pub(crate) fn entries(
         &self,
         name: &str,
@@ -251,7 +255,7 @@ impl Memory {
         }
     }
 
-    /// The entries of a list of integers.
+    /// Returns the number of entries of an integer list.
     pub(crate) fn list(&self, name: &str) -> PyResult<i64> {
         self.whole(name, Element::I32, "int32")?;
         match self.sizes() {
@@ -263,7 +267,7 @@ impl Memory {
         }
     }
 
-    /// The sequences whose starts a list has, which has one more: where the last one ends.
+    /// Returns the number of sequences of a list of cumulative lengths: one less than its entries.
     pub(crate) fn starts(&self, name: &str) -> PyResult<i64> {
         match self.list(name)? {
             0 => Err(PyValueError::new_err(format!("{name} is empty, expected a start at least"))),
@@ -271,8 +275,7 @@ impl Memory {
         }
     }
 
-    /// The columns of a table of integers in the memory of the first tensor, which has a row for
-    /// each sequence.
+    /// Returns the number of columns of a page table, which must have one row for each sequence.
     pub(crate) fn pages(
         &self,
         name: &str,
@@ -294,13 +297,13 @@ impl Memory {
         }
     }
 
-    /// Refuses what is no tensor of f32 without gaps in the memory of the first one.
+    /// Refuses anything but a contiguous f32 tensor on the device of the first tensor.
     pub(crate) fn floats(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
         self.whole(name, Element::Float(DType::F32), "float32")?;
         self.on(name, place, first)
     }
 
-    /// Refuses other elements, and gaps between them.
+    /// Refuses another element type, and tensors that are not contiguous.
     pub(crate) fn whole(&self, name: &str, element: Element, expected: &str) -> PyResult<()> {
         if self.element != element {
             return Err(PyTypeError::new_err(format!(
@@ -317,12 +320,12 @@ impl Memory {
         Ok(())
     }
 
-    /// Refuses another memory than the first tensor's.
+    /// Refuses a tensor that is not on the device of the first tensor.
     pub(crate) fn on(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
         self.place.same(name, place, first)
     }
 
-    /// The element type of a tensor of numbers that attention takes.
+    /// Returns the element type of a floating-point or int8 tensor, or an error.
     pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
@@ -334,8 +337,8 @@ impl Memory {
     }
 }
 
-/// Everything about a tensor but its address. Sizes and strides are those of
-/// (batch, length, heads, dim), in elements.
+/// Everything about a tensor of rows but its address. Sizes and strides are those of (batch,
+/// length, heads, dim), in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
     pub(crate) sizes: [i64; 4],
@@ -345,7 +348,7 @@ pub(crate) struct Form {
 }
 
 impl Form {
-    /// Refuses what no back end reads.
+    /// Refuses strides and head dims that no back end reads.
     pub(crate) fn usable(&self, name: &str) -> PyResult<()> {
         let empty = self.sizes.contains(&0);
         if !empty && self.sizes[3] > 1 && self.strides[3] != 1 {
@@ -369,7 +372,7 @@ impl Form {
         Ok(())
     }
 
-    /// Refuses integers, which keys and values alone may be.
+    /// Refuses int8 queries: only keys and values may be integers.
     pub(crate) fn query(&self, name: &str) -> PyResult<()> {
         match self.dtype {
             DType::Int8 => Err(PyTypeError::new_err(format!(
@@ -380,8 +383,8 @@ impl Form {
         }
     }
 
-    /// Refuses another memory than the first tensor has, and another element type unless it is one
-    /// of 8 bits.
+    /// Refuses another device than the first tensor's, and another element type unless it has 8
+    /// bits.
     pub(crate) fn like_or_small(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
         match self.dtype.is_8_bit() {
             true => self.place.same(name, other.place, first),
@@ -389,7 +392,7 @@ impl Form {
         }
     }
 
-    /// Refuses another element type or memory than the first tensor has.
+    /// Refuses another element type or device than the first tensor's.
     pub(crate) fn like(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
         self.place.same(name, other.place, first)?;
         if self.dtype != other.dtype {
@@ -402,7 +405,7 @@ impl Form {
     }
 }
 
-/// A tensor in memory.
+/// A tensor of rows, (batch, length, heads, dim), in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View {
     pub(crate) address: u64,
@@ -410,13 +413,14 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// As the library takes it. One without elements is never read, and is somewhere else.
+    /// Returns the tensor in the form that the GPU library takes. An empty tensor, which is never
+    /// read, gets the address `somewhere`.
     pub(crate) fn on_device(&self, somewhere: u64) -> DeviceTensor {
         let empty = self.form.sizes.contains(&0);
         let address = DeviceAddress(if empty { somewhere } else { self.address });
         let mut strides = self.form.strides;
         for (stride, size) in strides.iter_mut().zip(self.form.sizes) {
-            // The step to a second of what there is one of means nothing.
+            // The stride of a dimension of size one means nothing.
             if size <= 1 {
                 *stride = 0;
             }
@@ -425,7 +429,7 @@ impl View {
     }
 }
 
-/// The dimensions of a tensor of rows, as the caller has them.
+/// The dimension order of a tensor of rows, as the caller has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
     /// (batch, length, heads, head dim)
@@ -437,12 +441,12 @@ pub(crate) enum Order {
 }
 
 impl Order {
-    /// Packed or padded.
+    /// Returns [`Order::Packed`] or [`Order::Padded`].
     pub(crate) fn of(packed: bool) -> Self {
         if packed { Order::Packed } else { Order::Padded }
     }
 
-    /// A tensor of rows in our order, or an error that names it.
+    /// Returns a tensor of rows as (batch, length, heads, dim), or an error that names it.
     pub(crate) fn view(self, name: &str, memory: &Memory) -> PyResult<View> {
         let dtype = memory.float(name)?;
         let (sizes, strides) = match (self, memory.sizes(), memory.strides()) {
@@ -465,7 +469,7 @@ impl Order {
         Ok(View { address: memory.address, form })
     }
 
-    /// Sizes in the caller's order from those in ours.
+    /// Converts (batch, length, heads, dim) sizes to the caller's order.
     pub(crate) fn back(self, [batch, length, heads, dim]: [i64; 4]) -> [i64; 4] {
         match self {
             Order::HeadsFirst => [batch, heads, length, dim],
@@ -474,7 +478,7 @@ impl Order {
     }
 }
 
-/// Strides without gaps.
+/// Returns the strides of a contiguous tensor.
 pub(crate) fn contiguous<const COUNT: usize>(sizes: [i64; COUNT]) -> [i64; COUNT] {
     let mut strides = [1_i64; COUNT];
     for index in (1..COUNT).rev() {
@@ -483,7 +487,7 @@ pub(crate) fn contiguous<const COUNT: usize>(sizes: [i64; COUNT]) -> [i64; COUNT
     strides
 }
 
-/// The library's words for strides that were checked.
+/// Converts checked (non-negative) strides to the library's type.
 pub(crate) fn strides([batch, length, heads, _]: [i64; 4]) -> Strides {
     Strides { batch: batch as usize, length: length as usize, heads: heads as usize }
 }

@@ -1,8 +1,8 @@
-//! XLA's interface for foreign functions: how JAX calls into us from inside a compiled program.
+//! XLA's foreign function interface, by which JAX calls into us from a compiled program.
 //!
-//! The interface is a few C structures, which `xla/ffi/api/c_api.h` describes; JAX ships it. What we
-//! need of them is written down here. Every structure begins with its size, so that one of a later
-//! version is read as ours is, and one of an earlier version is known by its size.
+//! The C structures are those of `xla/ffi/api/c_api.h`, which JAX ships; the parts that we need are
+//! declared here. Every structure begins with its size: a later version can be read as ours, and an
+//! earlier one is recognised by its size.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -15,14 +15,14 @@ use crate::boundary::guard;
 use crate::error;
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
-/// The version that these structures are of. Minor versions add to them.
+/// The version of these structures. Minor versions add to them.
 const MAJOR: c_int = 0;
 const MINOR: c_int = 3;
 
-/// What XLA calls; it answers with an error, or null.
+/// A function that XLA calls; returns an error of XLA's, or null.
 pub(crate) type Handler = extern "C" fn(*mut CallFrame) -> *mut c_void;
 
-/// The first field of what extends a structure.
+/// The header of an extension of a structure.
 #[repr(C)]
 struct Extension {
     size: usize,
@@ -30,7 +30,7 @@ struct Extension {
     next: *mut Extension,
 }
 
-/// The one kind of extension: a question about the handler instead of a call.
+/// The only kind of extension: a query about the handler instead of a call.
 const METADATA: c_int = 1;
 
 #[repr(C)]
@@ -39,12 +39,12 @@ struct MetadataExtension {
     metadata: *mut Metadata,
 }
 
-/// What a handler says of itself.
+/// A handler's description of itself.
 #[repr(C)]
 struct Metadata {
     size: usize,
     version: Version,
-    /// Flags of what XLA may do with it: none.
+    /// Flags of what XLA may do with the handler: none.
     traits: u32,
 }
 
@@ -56,7 +56,7 @@ struct Version {
     minor: c_int,
 }
 
-/// What a handler can ask XLA for.
+/// The functions of XLA that a handler can call.
 #[repr(C)]
 struct Api {
     size: usize,
@@ -106,7 +106,7 @@ struct OrdinalGet {
     ordinal: i32,
 }
 
-/// A call, or a question.
+/// A call, or a query about the handler.
 #[repr(C)]
 pub(crate) struct CallFrame {
     size: usize,
@@ -124,7 +124,7 @@ struct Buffers {
     size: usize,
     extension: *mut Extension,
     count: i64,
-    /// There is one kind.
+    /// The kind of each; there is only one.
     kinds: *const c_int,
     buffers: *const *const Buffer,
 }
@@ -170,7 +170,7 @@ const PRED: c_int = 1;
 const S64: c_int = 5;
 const F32: c_int = 11;
 
-/// What the elements of a buffer are.
+/// Converts XLA's number of an element type.
 fn element(dtype: c_int) -> Element {
     match dtype {
         2 => Element::Float(DType::Int8),
@@ -187,13 +187,13 @@ fn element(dtype: c_int) -> Element {
     }
 }
 
-/// A call of ours by XLA.
+/// A call of a handler by XLA.
 pub(crate) struct Call<'a> {
     frame: &'a CallFrame,
     api: &'a Api,
 }
 
-/// Answers XLA: what it asks about the handler, or, by `run`, a call.
+/// Answers XLA: a query about the handler, or a call by `run`.
 ///
 /// # Safety
 ///
@@ -224,7 +224,7 @@ pub(crate) unsafe fn answer(
     }
 }
 
-/// Says which version we speak: ours, or an earlier one if XLA's is.
+/// Reports the interface version that we use: ours, or XLA's if that is earlier.
 ///
 /// # Safety
 ///
@@ -242,7 +242,7 @@ unsafe fn describe(metadata: *mut Metadata, api: Option<&Api>) {
 }
 
 impl Call<'_> {
-    /// Refuses structures that end before what we read.
+    /// Refuses structures that end before the last field that we read.
     fn supported(&self) -> PyResult<()> {
         let Version { major, minor, .. } = self.api.version;
         let whole = self.api.size >= size_of::<Api>() && self.frame.size >= size_of::<CallFrame>();
@@ -255,40 +255,40 @@ impl Call<'_> {
         }
     }
 
-    /// How many buffers the call gives.
+    /// Returns the number of input buffers.
     pub(crate) fn arguments(&self) -> usize {
         self.frame.arguments.count as usize
     }
 
-    /// How many buffers the call wants.
+    /// Returns the number of output buffers.
     pub(crate) fn results(&self) -> usize {
         self.frame.results.count as usize
     }
 
-    /// A buffer that the call gives. Of more dimensions than `most` the first ones, which `vmap`
-    /// has put there, are folded into one.
+    /// Returns an input buffer. If it has more than `most` dimensions, the leading ones, which
+    /// `vmap` added, are folded into the first.
     pub(crate) fn argument(&self, at: usize, most: usize, place: Place) -> PyResult<Memory> {
         read(&self.frame.arguments, at, most, place)
     }
 
-    /// A buffer that the call wants.
+    /// Returns an output buffer, with leading dimensions folded likewise.
     pub(crate) fn result(&self, at: usize, most: usize, place: Place) -> PyResult<Memory> {
         read(&self.frame.results, at, most, place)
     }
 
-    /// A whole number that may be given.
+    /// Returns an optional integer attribute.
     pub(crate) fn integer(&self, name: &str) -> Option<i64> {
         // SAFETY: a number of this type.
         self.scalar(name, S64).map(|value| unsafe { value.cast::<i64>().read_unaligned() })
     }
 
-    /// A number that may be given.
+    /// Returns an optional f32 attribute.
     pub(crate) fn number(&self, name: &str) -> Option<f32> {
         // SAFETY: a number of this type.
         self.scalar(name, F32).map(|value| unsafe { value.cast::<f32>().read_unaligned() })
     }
 
-    /// Whether a flag is given and set.
+    /// Returns whether a boolean attribute is present and true.
     pub(crate) fn flag(&self, name: &str) -> bool {
         // SAFETY: a truth value is a byte.
         self.scalar(name, PRED).is_some_and(|value| unsafe { *value.cast::<u8>() } != 0)
@@ -300,7 +300,7 @@ impl Call<'_> {
         (scalar.dtype == dtype).then_some(scalar.value)
     }
 
-    /// A text that must be given.
+    /// Returns a required string attribute.
     pub(crate) fn text(&self, name: &str) -> PyResult<&str> {
         // SAFETY: the kind says what it is.
         let text = self.attribute(name, STRING).map(|it| unsafe { text(it.cast::<Text>()) });
@@ -318,7 +318,7 @@ impl Call<'_> {
         found.map(|at| unsafe { *values.add(at) })
     }
 
-    /// The device that the call is to run on.
+    /// Returns the device that the call runs on.
     pub(crate) fn ordinal(&self) -> PyResult<u32> {
         let (size, context) = (size_of::<OrdinalGet>(), self.frame.context);
         let mut asked = OrdinalGet { size, extension: null_mut(), context, ordinal: 0 };
@@ -328,7 +328,7 @@ impl Call<'_> {
         u32::try_from(asked.ordinal).map_err(error::runtime)
     }
 
-    /// The driver's handle of the stream that the work is to go to.
+    /// Returns the driver's handle of the stream that the work must go to.
     pub(crate) fn stream(&self) -> PyResult<u64> {
         let (size, context) = (size_of::<StreamGet>(), self.frame.context);
         let mut asked = StreamGet { size, extension: null_mut(), context, stream: null_mut() };
@@ -338,7 +338,7 @@ impl Call<'_> {
         Ok(asked.stream as u64)
     }
 
-    /// Whether XLA has answered, and without an error.
+    /// Checks that XLA's function exists and returned no error.
     fn done(&self, answer: Option<*mut c_void>, what: &str) -> PyResult<()> {
         match answer {
             Some(error) if error.is_null() => Ok(()),
@@ -354,7 +354,7 @@ impl Call<'_> {
         }
     }
 
-    /// An error as XLA has them, which raises an exception with this text.
+    /// Makes an XLA error, which raises an exception with this text in Python.
     fn error(&self, error: &PyErr) -> *mut c_void {
         let (code, text) = Python::try_attach(|py| (code(error, py), error.value(py).to_string()))
             .unwrap_or_else(|| (13, "FlashCore was called while Python ended".to_owned()));
@@ -367,7 +367,7 @@ impl Call<'_> {
     }
 }
 
-/// XLA's code for a kind of error.
+/// Returns XLA's status code for a kind of exception.
 fn code(error: &PyErr, py: Python<'_>) -> c_int {
     let is_value = error.is_instance_of::<PyValueError>(py);
     match () {
@@ -398,7 +398,7 @@ fn read(buffers: &Buffers, at: usize, most: usize, place: Place) -> PyResult<Mem
     // SAFETY: there are as many as it says, and all are buffers.
     let buffer = unsafe { &**buffers.buffers.add(at) };
     let dims = match buffer.rank {
-        // Perhaps without a list.
+        // `dims` may be null.
         0 => &[],
         // SAFETY: as many dimensions as it says.
         rank => unsafe { std::slice::from_raw_parts(buffer.dims, rank as usize) },

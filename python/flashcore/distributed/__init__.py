@@ -103,7 +103,8 @@ def context_parallel_attention(
 def _prepared(
     q: Any, k: Any, v: Any, group: Any, variant: str, mask: tuple[Any, ...], layout: tuple[Any, ...], rest: Any
 ) -> tuple[Any, Any, Any, _attention.Call]:
-    """Tensors with a batch, and what is done with them; an error where they are not this rank's rows."""
+    """Returns the tensors with a batch dimension, and the call with its plan; raises an error if
+    they are not this rank's rows."""
     moves = _transport(group)
     cu_seqlens, length, order, nodes = layout
     ragged = cu_seqlens is not None
@@ -235,13 +236,13 @@ def positions(
 
 
 def _layout(moves: Any, lengths: tuple[int, ...], order: str, nodes: int) -> Any:
-    """Who owns what: neither the mask nor the heads have a part in it."""
+    """Returns the plan of row ownership, which depends neither on the mask nor on the heads."""
     heads = (max(nodes, 1), 1, 1, 1, 1)
     return _plan_of(moves.size, moves.rank, lengths, None, (None, None), "hybrid", nodes, order, heads)
 
 
 def _lengths(cu_seqlens: Any, length: int | None, rows: int, ranks: int) -> tuple[int, ...]:
-    """The lengths of whole sequences."""
+    """Returns the lengths of whole sequences."""
     if cu_seqlens is None:
         return (rows * ranks if length is None else length,)
     starts = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
@@ -259,7 +260,7 @@ def _cumulated(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _check(q: Any, k: Any, v: Any, dimensions: int) -> None:
-    """Refuses tensors that do not go together."""
+    """Refuses tensors that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor)}, expected a PyTorch tensor")

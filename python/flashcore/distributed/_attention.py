@@ -21,7 +21,7 @@ KEY_PARTS = 8
 
 
 class Call(NamedTuple):
-    """What a call is, besides its tensors."""
+    """The arguments of a call besides its tensors."""
 
     plan: Plan
     transport: Any
@@ -59,7 +59,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 def forward(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Output and log-sum-exps of the rank's rows, and what the backward pass needs."""
+    """Computes output and log-sum-exps of the rank's rows, and returns what the backward pass
+    needs."""
     if call.plan.nodes == 1:
         out, lse = _forward_steps(q, k, v, call)
         return out, lse, (q, k, v, out, lse)
@@ -90,7 +91,7 @@ def _forward_steps(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
 
 def backward(dout: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any, Any]:
-    """The gradients of the rank's queries, keys and values."""
+    """Computes the gradients of the rank's queries, keys and values."""
     q, k, v, out, lse = saved
     plan = call.plan
     if plan.nodes > 1:
@@ -137,8 +138,8 @@ def _like(tensors: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 class Parts:
-    """Parts of the output, each with the log-sum-exps of its rows: put together all at once, in float32,
-    where there are not too many."""
+    """Partial outputs with the log-sum-exps of their rows, combined in float32: all at once if
+    there are not too many."""
 
     def __init__(self, q: Any, v: Any, launches: int) -> None:
         batch, rows, heads, _ = q.shape
@@ -149,7 +150,8 @@ class Parts:
         self._sums: tuple[Any, Any] | None = None
 
     def next(self) -> tuple[Any, Any]:
-        """Where the next part goes. What it leaves out has log-sum-exps of minus infinity."""
+        """Returns the memory of the next part. Rows that it leaves out have log-sum-exps of minus
+        infinity."""
         if self._used == self._slots:
             self._fold()
             self._lse.fill_(float("-inf"))
@@ -166,7 +168,7 @@ class Parts:
         return _flashcore.combine((out, lse, None), dtype, "dispatcher")  # type: ignore[no-any-return]
 
     def finish(self) -> tuple[Any, Any]:
-        """Output and log-sum-exps."""
+        """Returns the combined output and log-sum-exps."""
         if self._slots == 0:
             # No rows.
             shape = self._out.shape[1:]
@@ -182,8 +184,9 @@ class Parts:
 
 
 class Sum:
-    """A gradient: parts are written where they are kept, and summed in float32 all at once, where there are not
-    too many. PyTorch adds 16 bits to 32 at half of the memory's speed, and would write the sum for every part."""
+    """A gradient whose parts are kept and summed in float32, all at once if there are not too many.
+    PyTorch adds 16 bits to 32 at half of the memory's speed, and would write the sum for every
+    part."""
 
     def __init__(self, of: Any, parts: int) -> None:
         self._parts = of.new_empty((parts, *of.shape))
@@ -191,14 +194,14 @@ class Sum:
         self._sum: Any = None
 
     def whole(self) -> Any:
-        """Where the next part goes. Those before it must be there."""
+        """Returns the memory of the next part. The parts before it must have been written."""
         if self._used == len(self._parts):
             self._fold()
         self._used += 1
         return self._parts[self._used - 1]
 
     def rows(self, spans: list[Span]) -> list[Any]:
-        """Where these rows of the next part go; the others are zero."""
+        """Returns the memory of these rows of the next part; its other rows are zero."""
         part, at = self.whole(), 0
         for begin, end in spans:
             part[:, at:begin].zero_()
@@ -243,8 +246,8 @@ def _attend(step: Step, q: Any, keys: tuple[Any, Any], call: Call, parts: Parts)
 def _differentiate(
     step: Step, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: Sum, into: tuple[Any, Any]
 ) -> None:
-    """A step's part of the gradient of queries into its place, and those of the keys and values into theirs. These
-    leave for their owner, who sums them in float32, in the element type of the tensors."""
+    """Computes a step's part of dQ, and its parts of dK and dV. The latter are sent to their owner
+    in the element type of the tensors; the owner sums them in float32."""
     # The one with the most of them first: it writes its rows, the others add to them.
     launches = sorted(step.launches, key=lambda it: -count(it.keys))
     covered = slice(*launches[0].keys[0]) if launches and launches[0].single else slice(0, None)
@@ -275,8 +278,8 @@ def _clear(tensors: tuple[Any, ...]) -> None:
 def _differentiate_launch(
     launch: Launch, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: Sum, into: tuple[Any, Any]
 ) -> None:
-    """The gradients of a launch's keys and values, and that of its queries, into their places. With the output
-    and the log-sum-exps of all keys, they are parts of the gradients of all."""
+    """Computes the gradients of a launch's keys, values and queries into the given memory. With the
+    output and the log-sum-exps over all keys, they are parts of the whole gradients."""
     (k, v), (dk, dv), (q, _, _, out, lse, dout) = keys, into, saved
     numbers = call.numbers(launch)
     if launch.single:

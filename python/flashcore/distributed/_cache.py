@@ -18,7 +18,7 @@ BLOCK = 64
 
 
 def _rows(rank: int, ranks: int, block: int, positions: Any) -> Any:
-    """How many of the first positions a rank owns."""
+    """Returns how many of the first positions a rank owns."""
     rest = positions % (ranks * block) - rank * block
     return positions // (ranks * block) * block + rest.clamp(0, block)
 

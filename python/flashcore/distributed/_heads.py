@@ -12,7 +12,7 @@ from ._transport import Pending
 
 
 def _chosen(tensor: Any, heads: Any) -> Any:
-    """Some heads of a tensor: from one to another, or a list."""
+    """Selects heads of a tensor: a range, or a list."""
     if isinstance(heads, tuple):
         return tensor[:, :, slice(*heads)]
     if heads == list(range(heads[0], heads[0] + len(heads))):
@@ -21,8 +21,8 @@ def _chosen(tensor: Any, heads: Any) -> Any:
 
 
 def to_heads(tensors: tuple[Any, ...], call: Any) -> list[Any]:
-    """Tensors of all rows that this member of a node has after the exchange, with the node's heads. The
-    first is one of queries, others are of keys."""
+    """Returns tensors of all rows that this member of a node has after the exchange, with the
+    node's heads. The first tensor holds queries, the others keys or values."""
     plan = call.plan
 
     def of(node: int) -> list[Any]:
@@ -39,8 +39,9 @@ def to_heads(tensors: tuple[Any, ...], call: Any) -> list[Any]:
 
 
 def to_rows(tensors: list[Any], call: Any) -> list[Any]:
-    """The other way: tensors of the rank's rows with all heads. The first is one of queries, others are
-    of keys, whose heads are summed where several nodes have the same."""
+    """Undoes the exchange: returns tensors of the rank's rows with all heads. The first tensor
+    holds queries, the others keys or values, whose heads are summed if several nodes have the
+    same."""
     plan = call.plan
     slices: list[list[slice]] = [[] for _ in plan.peers]
     at = 0
@@ -81,7 +82,7 @@ def _exchanged(of: Any, rooms: list[list[Any]], call: Any) -> list[list[Any]]:
 
 
 def _summed(parts: list[Any], plan: Plan) -> Any:
-    """Gradients of key heads from all nodes."""
+    """Sums the gradients of key heads from all nodes."""
     indices = [head for _, keys in plan.heads for head in keys]
     together = torch.cat(parts, 2)
     if len(set(indices)) == len(indices):

@@ -11,13 +11,13 @@ from ._transport import Message, Pending
 
 
 def _rows(spans: list[Span], tensor: Any) -> Any:
-    """These rows of a tensor as one that can be sent: a copy only where they do not lie together."""
+    """Returns rows of a tensor as one that can be sent: a copy only if they are not adjacent."""
     some = [tensor[:, begin:end] for begin, end in spans]
     return some[0].contiguous() if len(some) == 1 else torch.cat(some, 1)
 
 
 def room(rows: int, like: Any) -> Any:
-    """Memory for so many rows."""
+    """Allocates memory for rows."""
     return like.new_empty((like.shape[0], rows, *like.shape[2:]))
 
 
@@ -27,15 +27,15 @@ def _pairs(messages: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _exchange(sends: list[tuple[int, Any]], receive: list[tuple[int, list[Span]]], k: Any, v: Any, call: Any) -> Any:
-    """Begins to send, and to get rows of keys and values from these ranks; what is under way, and what there
-    will be."""
+    """Starts sending, and receiving rows of keys and values from these ranks; returns the pending
+    transfers and the tensors that they fill."""
     rooms = [(rank, room(count(spans), it)) for rank, spans in receive for it in (k, v)]
     return call.transport.exchange(sends, rooms), [it for _, it in rooms]
 
 
 def fetch(step: Step | None, k: Any, v: Any, call: Any) -> Pending | None:
-    """Begins to get the keys and values of a step from their owner, and to give away own ones; None where
-    nobody sees anything."""
+    """Starts receiving the keys and values of a step from their owner, and sending own ones;
+    returns None if no rank sees anything."""
     if step is None or not (step.send or step.receive):
         return None
 
@@ -76,14 +76,15 @@ class Returning:
 
 
 def _message(place: list[Any]) -> Any:
-    """Memory for a message of these rows: their own where they lie together."""
+    """Returns memory for a message of these rows: the rows themselves if they are adjacent."""
     if len(place) == 1 and place[0].is_contiguous():
         return place[0]
     return room(sum(it.shape[1] for it in place), place[0])
 
 
 def give_back(step: Step, found: tuple[Any, Any], sums: Any, call: Any) -> Returning:
-    """Begins to send the gradients of a step's keys to their owner, and to get those of own ones."""
+    """Starts sending the gradients of a step's keys to their owner, and receiving those of own
+    keys."""
 
     def sends() -> list[Message]:
         return [(rank, it.contiguous()) for rank, _ in step.receive for it in found]
@@ -92,7 +93,7 @@ def give_back(step: Step, found: tuple[Any, Any], sums: Any, call: Any) -> Retur
 
 
 def gather(k: Any, v: Any, call: Any) -> Pending:
-    """Begins to get the keys and values of all ranks, by rank."""
+    """Starts gathering the keys and values of all ranks, by rank."""
     plan = call.plan
 
     def everything() -> Any:
@@ -130,8 +131,8 @@ def gather(k: Any, v: Any, call: Any) -> Pending:
 
 
 def _is_mirrored(k: Any, plan: Plan) -> bool:
-    """Whether an all-gather's keys are those of one sequence, in pieces that all ranks have two of as long: one
-    from each end."""
+    """Returns whether the keys of an all-gather are those of one sequence, of which each rank has
+    two pieces of equal length, one from each end."""
     piece, last = k.shape[1] // 2, plan.size - 1
     firsts = [(rank, (0, piece)) for rank in range(last)]
     seconds = [(rank, (piece, 2 * piece)) for rank in reversed(range(last))]
@@ -140,7 +141,7 @@ def _is_mirrored(k: Any, plan: Plan) -> bool:
 
 
 def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
-    """The keys and values of an all-gather by positions."""
+    """Returns the gathered keys and values in the order of positions."""
     if plan.gathers_all and _is_mirrored(k, plan):
         rows, piece = plan.size * k.shape[1] // 2, k.shape[1] // 2
         for whole, seconds in _pairs(messages):

@@ -1,4 +1,4 @@
-"""Who does what, as the library decides it, in the shape in which it is done here."""
+"""The schedule that the library decides on, in the form in which this package executes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 class Launch:
-    """Some blocks of queries and keys with one mask."""
+    """A launch: blocks of queries and keys with one mask."""
 
     def __init__(self, window: tuple[int, int], blocks: list[tuple[int, Span, Span]], rows: int) -> None:
         self.window = window
@@ -26,7 +26,7 @@ class Launch:
 
     @property
     def single(self) -> bool:
-        """Whether it is one block, which needs no lists."""
+        """Returns whether it is a single block, which needs no lists."""
         return len(self.queries) == 1
 
     def lists(self, device: Any) -> tuple[Any, ...]:
@@ -54,13 +54,13 @@ def _used(spans: list[Span], device: Any) -> Any:
 
 
 def _most(spans: list[Span]) -> int:
-    """The most rows between two starts."""
+    """Returns the maximum number of rows between two starts."""
     ends = [begin for begin, _ in spans[1:]] + [spans[-1][1]]
     return max(end - begin for (begin, _), end in zip(spans, ends))
 
 
 class Step:
-    """What is received, sent and computed."""
+    """A step: what is received, sent and computed."""
 
     def __init__(self, step: Any, rows: int) -> None:
         self.receive: list[tuple[int, list[Span]]] = step[0]
@@ -69,12 +69,12 @@ class Step:
 
 
 def count(spans: list[Span]) -> int:
-    """How many rows there are."""
+    """Returns the number of rows."""
     return sum(end - begin for begin, end in spans)
 
 
 class Plan:
-    """The part of one rank."""
+    """The schedule of one rank."""
 
     def __init__(self, distribution: Any, variant: str, size: int, rank: int) -> None:
         self.distribution, self.rank, self.size = distribution, rank, size
@@ -120,6 +120,6 @@ def plan(
     order: str,
     heads: tuple[int, int, int, int, int],
 ) -> Plan:
-    """The part of a rank; the same one for the same numbers."""
+    """Returns the schedule of a rank, cached by its arguments."""
     distribution = _flashcore.Distribution(size, list(lengths), batch, window, variant, nodes, order, heads)
     return Plan(distribution, variant, size, rank)

@@ -31,7 +31,7 @@ class Group:
         self.size: int = dist.get_world_size(group)
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> list[Any]:
-        """Begins to send and to receive; what is begun."""
+        """Starts sends and receives; returns the pending operations."""
         ops = []
         for function, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for rank, tensor in messages:
@@ -40,7 +40,7 @@ class Group:
         return dist.batch_isend_irecv(ops) if ops else []
 
     def all_gather(self, into: Any, part: Any) -> list[Any]:
-        """Begins to gather parts of the same size, by rank."""
+        """Starts gathering parts of equal size, by rank."""
         return [dist.all_gather_into_tensor(into, part, group=self.group, async_op=True)]
 
 
@@ -55,10 +55,11 @@ def transport(group: Any) -> Any:
 
 
 class Pending:
-    """Something that is under way."""
+    """A pending transfer."""
 
     def __init__(self, device: Any, begin: Callable[[], tuple[list[Any], Any]]) -> None:
-        """``begin`` starts it, and says what is under way and what will be there when it is done."""
+        """Calls ``begin``, which starts the transfer and returns the pending operations and the
+        result."""
         self._side: Any = None
         self._main: Any = None
         if device.type != "cuda":
@@ -72,7 +73,8 @@ class Pending:
             self._works, self._result = begin()
 
     def wait(self) -> Any:
-        """What is there when it is done; an error where a rank is lost or late."""
+        """Waits for the transfer and returns its result; raises an error if a rank is lost or
+        late."""
         if self._side is None:
             for work in self._works:
                 work.wait()

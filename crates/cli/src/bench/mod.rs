@@ -174,7 +174,7 @@ impl Measure {
     }
 }
 
-/// A line for each problem as it is done, above the bar.
+/// Prints a line for each finished problem, above the bar.
 impl Observer for Bar {
     fn begin(&mut self, cells: usize) {
         Progress::begin(self, cells as u64);
@@ -257,7 +257,7 @@ struct Planned {
     note: Option<String>,
 }
 
-/// What would be measured on an H200, or on the GPU that is here.
+/// Shows what would be measured on an H200, or on the GPU of this machine.
 fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
     let chip = cuda::DeviceInfo::query(0).map_or(Chip::H200, |info| Chip::of(&info));
     let mut lines = Vec::new();
@@ -270,7 +270,8 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
                 blocks: None,
                 note: None,
             };
-            // In a step, what is named for the forward pass has the planner's gradients.
+            // In a step, a candidate named for the forward pass gets the planner's choice for the
+            // gradients.
             let ours = match options.step {
                 true => candidate.of_pass(problem.pass),
                 false => candidate.clone(),
@@ -316,7 +317,7 @@ struct Trials {
     differences: Vec<Difference>,
 }
 
-/// The same kernel under two names.
+/// Measures one kernel under two names.
 fn same(mut options: Options, trials: usize, json: bool) -> Result<Answer, Box<dyn Error>> {
     let who = options.candidates[0].who.clone();
     let named = |name: &str| Candidate { name: name.to_owned(), who: who.clone() };

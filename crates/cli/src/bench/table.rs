@@ -27,14 +27,14 @@ pub(crate) fn line(results: &Results, cell: &Cell) -> String {
     format!("{:<40} {} {unit}{ratio}", cell.problem, speeds.join("  "))
 }
 
-/// Whether operations per second say little: where a launch is what takes time, and where memory is
-/// the limit of every problem.
+/// Returns whether to show microseconds rather than operations per second: where launches dominate,
+/// and where memory bounds every problem.
 fn in_microseconds(results: &Results) -> bool {
     let few = !results.cells.is_empty() && results.cells.iter().all(memory_bound);
     results.method.calls > 1 || few
 }
 
-/// Whether there are so few operations for each byte that no GPU of today is kept busy.
+/// Returns whether the arithmetic intensity is too low to keep any current GPU busy.
 fn memory_bound(cell: &Cell) -> bool {
     cell.flops < 50.0 * cell.bytes
 }

@@ -49,7 +49,7 @@ impl CacheFound {
     }
 }
 
-/// Keeps something and forgets it again: whatever would stop a cubin stops this too, be it a
+/// Stores an entry and removes it again: whatever would stop a cubin stops this too, be it a
 /// permission, a full disk or a directory that others may write to.
 fn trial(cache: &Cache) -> Vec<String> {
     // A text that no kernel has, so that no cubin is touched.

@@ -27,12 +27,12 @@ struct DriverFound {
     cuda: String,
     /// The release of the kernel module.
     release: Option<String>,
-    /// What its compiler makes of kernels with `wgmma`, where it is not the best.
+    /// A note on how the driver's compiler handles `wgmma` kernels, if not at its best.
     slower: Option<&'static str>,
 }
 
-/// What the compiler of a driver makes of the kernels for Hopper, where that is not the best: by
-/// what the assembler of the same release says (docs/architectures.md has the table).
+/// Returns how a driver's compiler handles the Hopper kernels, if not at its best: judged by the
+/// assembler of the same release (docs/architectures.md has the table).
 fn slower(version: DriverVersion) -> Option<&'static str> {
     match (version.major, version.minor) {
         (12, 0) => Some(
@@ -67,7 +67,7 @@ struct Device {
     shared_bytes_per_multiprocessor: u32,
     /// The features that kernels ask for and that it has.
     capabilities: Vec<&'static str>,
-    /// The ones that it has not.
+    /// The features that it lacks.
     lacking: Vec<&'static str>,
 }
 

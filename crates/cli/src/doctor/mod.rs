@@ -49,7 +49,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let plans = usual_problems()
         .iter()
         .map(|problem| {
-            // What cannot be as the environment insists would be refused: then what could be.
+            // If the environment asks for a kernel that cannot serve the problem, show what could.
             let insisted = machine.plan(problem, &Preference::from_environment(problem.pass));
             insisted.or_else(|_| machine.plan(problem, &Preference::default()))
         })

@@ -1,4 +1,4 @@
-//! What the assemblers of this machine make of a kernel: each of the text that the library would
+//! The output of this machine's assemblers for a kernel, each on the text that the library would
 //! give to a driver of the same release.
 
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::choose::default_target;
 use crate::progress::Bar;
 use crate::terminal;
 
-/// What every assembler says, and what to think of it.
+/// The findings of all assemblers, and a verdict.
 #[derive(Serialize)]
 pub(super) struct Assembly {
     assemblers: Vec<Assembler>,
@@ -23,7 +23,7 @@ pub(super) struct Assembly {
     verdict: String,
 }
 
-/// What one assembler says.
+/// The findings of one assembler.
 #[derive(Serialize)]
 struct Assembler {
     name: String,
@@ -114,7 +114,7 @@ impl Assembly {
     }
 }
 
-/// Whether every assembler is content, and what to say of it.
+/// Returns whether no assembler found a fault, and a sentence about it.
 fn verdict(assemblers: &[Assembler]) -> (bool, String) {
     let content = |it: &&Assembler| it.refusal.is_none() && it.faults.is_empty();
     let names: Vec<&str> = assemblers.iter().filter(content).map(|it| it.name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! Which kernel is meant, for which target.
+//! Selection of a kernel and a target by name.
 
 use cuda::DeviceInfo;
 use flashcore::gpu::target_of;
@@ -98,7 +98,7 @@ fn find(name: &str, configurations: &[Configuration]) -> Option<Configuration> {
     exact.or_else(|| family.clone().find(|it| is_plain(it))).or_else(|| family.next()).copied()
 }
 
-/// Whether the kernel's own file calls this configuration the one to look at.
+/// Returns whether this configuration represents its family.
 fn is_plain(configuration: &Configuration) -> bool {
     match configuration {
         // What a problem of head dim 128 gets.

@@ -1,4 +1,4 @@
-//! What the runs of a kernel came to, for people and for programs.
+//! The results of a kernel's simulated runs, for people and for programs.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub(super) struct Report {
     timeline: Option<Timeline>,
 }
 
-/// What one policy came to.
+/// The results of one scheduling policy.
 #[derive(Serialize)]
 struct Line {
     policy: String,
@@ -33,7 +33,7 @@ struct Line {
     tolerance_used: Option<f64>,
     /// The largest of any seed, by measure.
     counts: BTreeMap<&'static str, u64>,
-    /// Instructions that access shared memory and get in their own way.
+    /// Shared-memory instructions with bank conflicts.
     bank_conflicts: Vec<Conflict>,
     failure: Option<Wrong>,
 }
@@ -148,8 +148,7 @@ impl Report {
         let heading: Vec<&str> =
             [&["counted"], &lines.iter().map(|it| it.policy.as_str()).collect::<Vec<_>>()[..]]
                 .concat();
-        // What a kernel does not do at all is left out, but for the conflicts, of which one wants
-        // to read that there are none.
+        // Counts of zero are left out, except for bank conflicts, whose absence is worth showing.
         let is_shown = |measure: &&Measure| {
             **measure == Measure::BankConflicts
                 || lines.iter().any(|line| line.counts[measure.name()] > 0)
@@ -203,14 +202,14 @@ impl Line {
             max_error: largest(|accuracy| accuracy.max_error),
             tolerance_used: largest(|accuracy| accuracy.tolerance_used),
             counts,
-            // Conflicts are the same whatever the order of things.
+            // Bank conflicts do not depend on the schedule.
             bank_conflicts: ended.first().map_or_else(Vec::new, |(counts, _)| conflicts(counts)),
             failure,
         }
     }
 }
 
-/// What is wrong with a run. How to replay it is told by a command beside it.
+/// Returns what is wrong with a run. The command that replays it is printed beside it.
 fn message(outcome: &Outcome) -> Option<String> {
     match &outcome.result {
         Err(Failure::Hazard(hazard)) => Some(hazard.describe()),

@@ -1,4 +1,4 @@
-//! Who takes part: kernels of ours by name, and peers.
+//! The candidates of a benchmark: kernels of ours by name, and peers.
 
 use flashcore::family::Choice;
 use flashcore::family::tuning::Variant;
@@ -17,12 +17,12 @@ use crate::given::Given;
 use crate::statistics::Random;
 use crate::subject::{Call, Planned, Source};
 
-/// Someone to be measured, under a name.
+/// A candidate, under a name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Candidate {
     /// The name in tables.
     pub name: String,
-    /// Who it is.
+    /// What is measured under the name.
     pub who: Who,
 }
 
@@ -31,20 +31,19 @@ pub struct Candidate {
 pub enum Who {
     /// Whatever our planner chooses for a problem.
     Planned,
-    /// A family of ours by its name, in the configuration that is best for a problem.
+    /// A kernel family of ours, in its best configuration for a problem.
     Family(&'static str),
-    /// One configuration of ours; it has no part in problems that it does not serve.
+    /// One configuration of ours; problems that it does not serve are skipped.
     Kernel(Configuration),
-    /// What our planner chooses for the same keys in pages of so many positions, in an order of
-    /// their own.
+    /// What our planner chooses for the same keys in shuffled pages of so many positions.
     Pages(usize),
-    /// What our planner chooses where the bits of a query must not depend on the batch.
+    /// What our planner chooses for a batch-invariant call.
     Invariant,
-    /// Somebody else's.
+    /// A peer's implementation.
     Peer(&'static Peer),
 }
 
-/// Other people's attention.
+/// An attention implementation of others.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Its name in commands and tables.
@@ -69,7 +68,7 @@ pub fn families() -> Vec<&'static str> {
     [Pass::Forward, Pass::Backward].into_iter().flat_map(families_of).collect()
 }
 
-/// Those of a pass.
+/// Returns the families of a pass.
 fn families_of(pass: Pass) -> Vec<&'static str> {
     let mut problem = Problem::new(1, 1, 1, 64);
     problem.pass = pass;
@@ -78,8 +77,8 @@ fn families_of(pass: Pass) -> Vec<&'static str> {
 }
 
 impl Candidate {
-    /// The candidate of a name: `flashcore`, a family such as `mma`, a configuration, a peer; with
-    /// `label=` in front it goes by another name.
+    /// Parses a candidate: `flashcore`, a family such as `mma`, a configuration, or a peer;
+    /// `label=` in front sets the name in tables.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (label, name) = match text.split_once('=') {
             Some((label, name)) => (label.trim(), name.trim()),
@@ -97,8 +96,8 @@ impl Candidate {
         Ok(Candidate { name: label.to_owned(), who })
     }
 
-    /// What the environment insists on, as [`Preference::from_environment`]; else what the planner
-    /// chooses.
+    /// Returns the candidate that the environment asks for, as [`Preference::from_environment`]
+    /// reads it; otherwise the planner's choice.
     pub fn from_environment(pass: Pass) -> Result<Self, String> {
         match Preference::from_environment(pass).kernel {
             Some(name) => Candidate::parse(&name),
@@ -106,8 +105,8 @@ impl Candidate {
         }
     }
 
-    /// The same for a pass of a step: what the planner chooses, where the candidate is one of the other
-    /// pass.
+    /// Returns the candidate for one pass of a training step: the planner's choice if the candidate
+    /// belongs to the other pass.
     pub fn of_pass(&self, pass: Pass) -> Self {
         let family = match &self.who {
             Who::Family(family) => family,
@@ -145,8 +144,8 @@ impl Candidate {
         }
     }
 
-    /// What of ours runs for a problem over contiguous tensors, and what its calls are given; or
-    /// why it has no part in it.
+    /// Returns our plan for a problem over contiguous tensors, with the lists of its calls; or why
+    /// the candidate does not serve the problem.
     pub fn plan(&self, chip: &Chip, problem: &Problem) -> Result<(Plan, Given), String> {
         let planned = |problem: &Problem, family: Option<&str>| {
             let preference = Preference { backend: None, kernel: family.map(str::to_owned) };
@@ -182,7 +181,7 @@ impl Candidate {
         Ok((plan, given))
     }
 
-    /// The same, ready on a GPU.
+    /// Plans and compiles the candidate for a problem on a GPU.
     pub fn ready(&self, gpu: &Gpu, problem: &Problem) -> Result<Planned, Error> {
         let (plan, given) = self.plan(&gpu.chip(), problem).map_err(Error::Impossible)?;
         Planned::new(gpu, plan, &given)
@@ -199,8 +198,8 @@ impl Source for Candidate {
     }
 }
 
-/// Whether a configuration differs from the best one for a problem in its shape alone. One that is
-/// built for windows serves masks that need less, too.
+/// Returns whether a configuration differs from the best one for a problem in its shape only. One
+/// built for windows also serves simpler masks.
 fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -> bool {
     let chunked = problem.mask.chunk.is_some();
     let rules = |own: Rules, best: Rules| match own.mask {
@@ -224,7 +223,7 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             let Mma { warps, row_tiles, key_block, ahead, query_source, residents, .. } = it;
             let (accumulate, split, rules) = (it.accumulate, it.split, rules(it.rules, best.rules));
             let tile = Mma { warps, row_tiles, key_block, ahead, query_source, residents, ..best };
-            // Equal lengths are lengths.
+            // A kernel for ragged batches also serves equal lengths.
             let batch = if best.batch == Batch::Equal { it.batch } else { best.batch };
             let batch_fits = it.batch == best.batch || it.batch == Batch::Ragged;
             batch_fits && Mma { accumulate, split, rules, batch, ..tile } == it
@@ -252,7 +251,7 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
     }
 }
 
-/// Into how many parts a configuration that splits keys cuts them: as many as fill the chip.
+/// Returns the number of splits of a split-KV configuration: as many as fill the chip.
 fn splits(chip: &Chip, problem: &Problem, kernel: &Configuration) -> Result<Option<u32>, String> {
     if !matches!(kernel, Configuration::Mma(mma) if mma.split) {
         return Ok(None);
@@ -261,11 +260,11 @@ fn splits(chip: &Chip, problem: &Problem, kernel: &Configuration) -> Result<Opti
     let tiling = whole.tiling.ok_or("it has no tiles")?;
     let blocks = (problem.key_length as u32).div_ceil(tiling.key_block).max(1);
     let wanted = (chip.multiprocessors / tiling.tiles.max(1)).max(2).min(blocks);
-    // Parts are equally long: so many of that length there are.
+    // Splits have equal lengths in blocks: recount how many of that length there are.
     Ok(Some(blocks.div_ceil(blocks.div_ceil(wanted))))
 }
 
-/// The problem with its keys in pages, of the same memory.
+/// Returns the problem with the same keys stored in pages.
 fn in_pages(problem: &Problem, size: usize) -> Result<Problem, String> {
     let keys = problem.key_length;
     if !problem.has_equal_lengths() || problem.query_length > 1 || problem.scores.has_alibi() {
@@ -279,7 +278,8 @@ fn in_pages(problem: &Problem, size: usize) -> Result<Problem, String> {
     Ok(problem.clone().with_storage(Storage::Padded, pages))
 }
 
-/// Each sequence's pages in another order, so that the result is that of the plain problem.
+/// Shuffles the pages of each sequence, with contents such that the result is that of the plain
+/// problem.
 fn shuffled(paged: &Problem, given: Given) -> Result<Given, String> {
     let Storage::Paged { size, columns, .. } = paged.keys else { return Ok(given) };
     let mut random = Random::new(size as u64);
@@ -300,7 +300,7 @@ fn shuffled(paged: &Problem, given: Given) -> Result<Given, String> {
     })
 }
 
-/// The configuration of a name: a shipped one, or any that the tuner could try.
+/// Finds a configuration by name: a shipped one, or any that the tuner could try.
 pub fn configuration(name: &str) -> Result<Configuration, String> {
     let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
     let found = shipped

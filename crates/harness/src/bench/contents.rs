@@ -1,4 +1,4 @@
-//! Fresh contents for device tensors, without a copy from the host for each.
+//! Fresh contents for device tensors, without a copy from the host each time.
 
 use cuda::{Buffer, DeviceSlice};
 use flashcore::DType;
@@ -8,26 +8,26 @@ use crate::Error;
 use crate::statistics::Random;
 use crate::verify;
 
-/// Normal numbers on the device. Tensors are put together from pieces that begin at random
-/// places in it: no two fillings are alike, and none costs more than a copy.
+/// A pool of normal numbers on the device. Tensors are filled with pieces that begin at random
+/// offsets in it: no two fillings are alike, and none costs more than a copy.
 #[derive(Debug)]
 pub struct Pool {
-    /// For each element type that was asked for.
+    /// One buffer for each element type used so far.
     buffers: Vec<(DType, Buffer)>,
     seed: u64,
     random: Random,
 }
 
-/// Numbers of an element type in the pool; pieces are half as long.
+/// The numbers of each element type in the pool; pieces are half as long.
 const NUMBERS: usize = 1 << 22;
 
 impl Pool {
-    /// A pool of no numbers yet.
+    /// Returns an empty pool.
     pub fn new(seed: u64) -> Self {
         Pool { buffers: Vec::new(), seed, random: Random::new(seed) }
     }
 
-    /// The place of an element type's numbers.
+    /// Returns the index of an element type's buffer, making it if needed.
     fn place(&mut self, gpu: &Gpu, dtype: DType) -> Result<usize, Error> {
         if let Some(place) = self.buffers.iter().position(|(it, _)| *it == dtype) {
             return Ok(place);

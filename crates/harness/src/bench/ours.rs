@@ -1,4 +1,4 @@
-//! Kernels of ours, measured by this process: plans of the library, launched as its users do.
+//! Benchmarks of our own kernels in this process: plans of the library, launched as its users do.
 
 use cuda::{Buffer, DeviceAddress, Event, ExecutableGraph, Stream};
 use flashcore::family::tuning::fingerprint;
@@ -14,7 +14,7 @@ use crate::subject::{Addresses, Call, Flush, Planned, Role};
 use crate::verify::{POISON, Truth, inputs};
 use crate::{Error, Silent};
 
-/// Rounds before those that count.
+/// Warm-up rounds, which do not count.
 const WARM_UP: usize = 2;
 
 pub(super) fn run(
@@ -36,8 +36,8 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Compiles what will run into the cache, on all cores. Whatever fails here fails again, and is
-/// told, where it is measured.
+/// Compiles all kernels into the cache, on all cores. A failure here occurs again, and is reported,
+/// when the kernel is measured.
 fn compile_ahead(gpu: &Gpu, options: &Options) {
     if gpu.cache().directory().is_none() {
         return;
@@ -98,7 +98,7 @@ impl Contestant {
         }
     }
 
-    /// One sample, in milliseconds of a call.
+    /// Takes one sample: milliseconds of a call.
     fn sample(
         &mut self,
         stream: &Stream,
@@ -108,7 +108,7 @@ impl Contestant {
     ) -> Result<f64, Error> {
         stream.fill(self.output.all(), POISON)?;
         stream.fill(self.lse.all(), POISON)?;
-        // Either keeps the GPU busy while the host puts the marks around the call.
+        // Either work keeps the GPU busy while the host records the events around the call.
         match cache {
             Cache::Cold => flush.run(stream)?,
             Cache::Hot => self.call(stream)?,
@@ -139,7 +139,7 @@ pub struct Arena {
 /// A round whose outputs are compared with the truth, and the seed of the rows that are.
 type Checked = Option<(usize, u64)>;
 
-/// What one candidate's rounds came to: samples, and whether the output was right.
+/// A candidate's samples, and whether its output was right.
 type Rounds = (Vec<f64>, Option<Result<Verdict, String>>);
 
 impl Arena {
@@ -230,8 +230,8 @@ impl Arena {
     }
 }
 
-/// What one round read and wrote, set aside on the device: comparing it with the truth takes the
-/// host longer than a round takes the GPU, which would cool down between two rounds.
+/// The inputs and results of one round, set aside on the device. Comparing them with the truth
+/// takes the host longer than a round takes the GPU, which would cool down if it waited.
 struct Kept {
     inputs: [Buffer; 3],
     /// Output and log-sum-exps of every contestant.
@@ -239,7 +239,7 @@ struct Kept {
 }
 
 impl Kept {
-    /// Room for a round.
+    /// Allocates memory for a round.
     fn new(
         gpu: &Gpu,
         inputs: &[Buffer; 3],
@@ -254,7 +254,7 @@ impl Kept {
         Ok(Kept { inputs: [query?, key?, value?], results })
     }
 
-    /// Takes what is there now, in the order of the stream.
+    /// Copies the current inputs and results, in stream order.
     fn take(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
-//! Peers, and ours beside them, measured by one Python process.
+//! Benchmarks of peers, with our kernels beside them, in one Python process.
 //!
-//! The process gets a job: cubins of ours with their launches, names of peers, problems. It prints
-//! one JSON object on each line, which become cells as they come.
+//! The process gets a job: our cubins with their launches, names of peers, and problems. It prints
+//! one JSON object on each line; these become cells as they arrive.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read};
@@ -22,7 +22,7 @@ use crate::given::Given;
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::subject::{LaunchDescription, flush_bytes, of_plan};
 
-/// What the process runs.
+/// The program that the process runs.
 const DRIVER: &str = include_str!("driver.py");
 
 #[derive(Serialize)]
@@ -90,7 +90,7 @@ struct LaunchJob {
     ptx: String,
 }
 
-/// What the process says.
+/// An event that the process reports.
 #[derive(Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 enum Event {
@@ -119,7 +119,7 @@ struct Judged {
     right: bool,
 }
 
-/// Takes the GPU, to give it up before the other process needs its memory.
+/// Measures. Takes the GPU by value, to release it before the other process needs its memory.
 pub(super) fn run(
     gpu: Gpu,
     options: &Options,
@@ -187,7 +187,7 @@ pub(super) fn run(
     Err(process.failure())
 }
 
-/// Who of ours has no part in a problem, and why.
+/// Our candidates that do not serve a problem, and why.
 type Refusals = HashMap<String, String>;
 
 /// Compiles what runs for every problem, on all cores, and writes the cubins. Beside the jobs,
@@ -354,7 +354,8 @@ impl Process {
         Ok(Process { child, lines: BufReader::new(output).lines(), errors: Some(errors) })
     }
 
-    /// The next thing it says; nothing when it has ended. Lines that are no JSON are libraries'.
+    /// Returns the next event, or None when the process has ended. Lines that are not JSON come
+    /// from libraries and are skipped.
     fn next(&mut self) -> Result<Option<Event>, Error> {
         for line in self.lines.by_ref() {
             let line = line.map_err(Error::io("cannot read from Python"))?;
@@ -371,7 +372,7 @@ impl Process {
     }
 
     fn end(mut self) -> Result<(), Error> {
-        // It said that it was done: how it leaves does not matter any more.
+        // The process reported that it was done: its exit status does not matter any more.
         let _ = self.child.wait();
         Ok(())
     }

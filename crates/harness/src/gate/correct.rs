@@ -1,8 +1,8 @@
-//! Is it right on the device?
+//! The gate's `correct` step: are a kernel's results right on the device?
 //!
-//! The truth is computed on the host, so no memory of the device ever holds it. Outputs are
-//! poisoned before every call and lie between guard zones. A copy of them is taken behind the
-//! call, in the order of the queue: what is written later is late, whoever writes it.
+//! The truth is computed on the host, so that no device memory ever holds it. Outputs are poisoned
+//! before every call and lie between guard zones. A copy of them is queued right behind the call:
+//! anything written after that copy is late, whoever writes it.
 
 use std::collections::HashSet;
 
@@ -18,16 +18,16 @@ use crate::given::{Given, tensor_bytes};
 use crate::subject::{Memory, Role, Subject, Tensors};
 use crate::verify::{POISON, Truth, Wrong};
 
-/// What a kernel says it serves.
+/// The range of problems that a kernel claims to serve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contract {
     /// Element, head dims, mask and scores; lengths and heads are chosen by the gate.
     pub model: Problem,
-    /// How sequences may lie.
+    /// The storages of sequences that the kernel serves.
     pub storage: Stored,
-    /// Whether it is made for one query or a few of each sequence.
+    /// Whether the kernel is meant for one or a few queries of each sequence (decode).
     pub few_queries: bool,
-    /// Whether there are no more tiles than run at once.
+    /// Whether there are no more tiles than fit in one wave.
     pub few_tiles: bool,
     /// Lengths are multiples of this.
     pub length_step: usize,
@@ -40,8 +40,8 @@ pub struct Contract {
 }
 
 impl Contract {
-    /// Everything over sequences of equal lengths, for the element, head dims, mask and scores of a
-    /// problem.
+    /// Returns the contract of a kernel that serves everything over sequences of equal lengths, for
+    /// the element type, head dims, mask and scores of a problem.
     pub fn whole(model: Problem) -> Self {
         Contract {
             model,
@@ -55,8 +55,8 @@ impl Contract {
         }
     }
 
-    /// The problems that the kernel is asked, with their contents: lengths around the edges of
-    /// tiles, primes, more queries than keys, rows that see nothing, odd numbers of heads.
+    /// Returns the problems that the kernel is tested on, with their contents: lengths around the
+    /// edges of tiles, primes, more queries than keys, rows that see no key, odd numbers of heads.
     pub fn cases(&self) -> Vec<Case> {
         let problem = |batch, heads, kv_heads, queries, keys| {
             let round = |length: usize| length.next_multiple_of(self.length_step.max(1));
@@ -100,7 +100,7 @@ impl Contract {
             .collect()
     }
 
-    /// A problem in the ways that sequences may lie: as it is, and one way in turn.
+    /// Returns a problem as it is, and in one of the storages that the contract allows, by turns.
     fn stored(&self, plain: Problem, turn: usize) -> Vec<Problem> {
         let Problem { batch, query_length, key_length, .. } = plain;
         let rows = |length: usize| Storage::Packed((batch * length).div_ceil(2).max(length));
@@ -141,8 +141,8 @@ impl Contract {
         }
     }
 
-    /// What a kernel of ours serves; nothing where it is no attention by itself, is less exact by
-    /// design, or gives the gradients of ragged batches, which `check` looks at.
+    /// Returns the contract of one of our kernels; None if it is no attention by itself, is less
+    /// exact by design, or computes gradients of ragged batches, which `check` tests.
     pub fn of(kernel: &kernels::Configuration) -> Option<Self> {
         if matches!(kernel, kernels::Configuration::Mma(it) if it.accumulate != ptx::Element::F32) {
             return None;
@@ -150,7 +150,7 @@ impl Contract {
         if !families().contains(&kernel.family()) {
             return None;
         }
-        // Gradients are asked over equal lengths alone.
+        // Gradients are tested over equal lengths only.
         let batch = match kernel {
             kernels::Configuration::Backward(it) => it.batch,
             kernels::Configuration::BackwardMma(it) => it.batch,
@@ -170,15 +170,15 @@ impl Contract {
         Some(Contract { storage, few_queries, few_tiles, ..Contract::whole(problem) })
     }
 
-    /// What is timed where nobody says what: 4096 positions, as many heads as make a hidden size of
-    /// 2048; of few queries, one for each of 16 sequences over 8192.
+    /// Returns the default problem to time: 4096 positions, and as many heads as make a hidden size
+    /// of 2048; for few queries, one query for each of 16 sequences over 8192 keys.
     pub fn timed(&self) -> Problem {
         let mut problem = self.model.clone();
         let heads = (2048 / problem.head_dim.max(1)).clamp(1, 64);
         (problem.query_heads, problem.kv_heads) = (heads, heads);
         let (batch, queries, keys) = match (self.few_queries, self.storage) {
             (true, _) => (16, 1, 8192),
-            // All tiles run at once.
+            // Few enough tiles for one wave.
             _ if self.few_tiles => (1, 64, 1024),
             (false, Stored::Equal) => (1, 4096, 4096),
             (false, _) => (4, 1024, 1024),
@@ -190,18 +190,18 @@ impl Contract {
     }
 }
 
-/// How sequences may lie.
+/// Storages of sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stored {
-    /// A batch entry for each, all of the same length.
+    /// Padded: a batch entry for each, all of the same length.
     Equal,
-    /// In any way but pages.
+    /// Any storage but pages.
     Ragged,
-    /// In pages whose sizes are multiples of this, and no other way.
+    /// Pages whose sizes are multiples of this, and no other storage.
     Pages(usize),
 }
 
-/// Bytes on each side of a tensor that nobody may touch.
+/// Bytes of the guard zone on each side of a tensor.
 const GUARD: usize = 4096;
 
 /// Runs every case of a contract. `salt` makes the contents new from run to run.
@@ -223,7 +223,7 @@ pub fn correct(subject: &mut dyn Subject, contract: &Contract, salt: u64) -> Out
     ))
 }
 
-/// The memory of a call.
+/// The memory of a call's tensors.
 pub(super) struct CallMemory {
     pub(super) tensors: Tensors,
     /// Copies of output and log-sum-exp, taken behind a call.
@@ -231,7 +231,7 @@ pub(super) struct CallMemory {
     bytes: [usize; 5],
 }
 
-/// The results.
+/// The tensors that a call writes.
 const WRITTEN: [Role; 2] = [Role::Output, Role::Lse];
 
 impl CallMemory {
@@ -248,7 +248,7 @@ impl CallMemory {
         Ok(CallMemory { tensors: Tensors { memory, offset: GUARD }, shadows, bytes })
     }
 
-    /// Everything that is not an input is poison.
+    /// Poisons all memory but the inputs.
     pub(super) fn poison(&self, subject: &mut dyn Subject) -> Result<(), Error> {
         for role in WRITTEN {
             subject.fill(self.tensors.at(role), POISON)?;
@@ -259,7 +259,7 @@ impl CallMemory {
         Ok(())
     }
 
-    /// Puts inputs in place, between guard zones.
+    /// Writes the inputs between their guard zones.
     pub(super) fn write(&self, subject: &mut dyn Subject, inputs: [&[u8]; 3]) -> Result<(), Error> {
         for (memory, bytes) in self.tensors.memory.into_iter().zip(inputs) {
             subject.fill(memory, POISON)?;
@@ -268,7 +268,7 @@ impl CallMemory {
         Ok(())
     }
 
-    /// Takes the copies, in the order of the queue.
+    /// Queues the copies of the results behind the call.
     pub(super) fn shadow(&self, subject: &mut dyn Subject) -> Result<(), Error> {
         for (role, shadow) in WRITTEN.into_iter().zip(self.shadows) {
             subject.copy(self.tensors.at(role), shadow)?;
@@ -276,13 +276,14 @@ impl CallMemory {
         Ok(())
     }
 
-    /// The results as they were when the call was over, if they are still the same.
+    /// Returns the results as they were right behind the call, if they have not changed since.
     pub(super) fn results(
         &self,
         subject: &mut dyn Subject,
         problem: &Problem,
     ) -> Result<[Vec<u8>; 2], Broken> {
-        // Whoever computes when somebody looks does so now.
+        // A result that is computed only when it is read is computed here, and then differs from
+        // its copy.
         let settled: Vec<Vec<u8>> = WRITTEN
             .into_iter()
             .map(|role| subject.read(self.tensors.at(role)))
@@ -310,7 +311,7 @@ impl CallMemory {
         Ok(results)
     }
 
-    /// Whether the inputs are what they were, guard zones included.
+    /// Checks that the inputs and their guard zones are unchanged.
     fn check_inputs(&self, subject: &mut dyn Subject, inputs: [&[u8]; 3]) -> Result<(), Broken> {
         for (role, bytes) in Role::ALL.into_iter().zip(inputs) {
             let found = subject.read(self.tensors.at(role)).map_err(failed)?;
@@ -330,7 +331,7 @@ pub(super) fn bytes_of(tensors: &InputTensors) -> [&[u8]; 3] {
     [tensors.query.bytes(), tensors.key.bytes(), tensors.value.bytes()]
 }
 
-/// One case: run it, run it again, then with other contents in the same memory. The share of the
+/// Runs one case twice, then with other contents in the same memory. Returns the share of the
 /// tolerance that was used.
 fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f64, Broken> {
     let problem = &case.problem;
@@ -355,7 +356,7 @@ fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f6
     let share = judge(contract, problem, &first, &results, case.seed, None)?;
     let again = call(&first, false)?;
     if again != results {
-        // It may be worse than unrepeatable.
+        // The results differ between runs; they may also be wrong, which is the worse finding.
         judge(contract, problem, &first, &again, case.seed, None)?;
         return Err((
             Rule::Unrepeatable,
@@ -367,7 +368,7 @@ fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f6
     Ok(share.max(other_share))
 }
 
-/// Judges results; `before` are those of other contents in the same memory.
+/// Judges results; `before` are the results of other contents in the same memory.
 pub(super) fn judge(
     contract: &Contract,
     problem: &Problem,

@@ -1,4 +1,4 @@
-//! What the hardware counts, where Nsight Compute may ask it.
+//! The gate's `counters` step: hardware counters, measured by Nsight Compute.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{Outcome, Rule};
 use crate::Error;
 
-/// What is asked, and what it means on Hopper.
+/// The metrics that are collected, and what each means on Hopper.
 pub const METRICS: [(&str, &str); 6] = [
     ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "tensor cores busy"),
     ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", "exponentials' unit busy"),
@@ -36,12 +36,12 @@ pub struct Threshold {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Thresholds {
-    /// All of them.
+    /// The bounds.
     pub thresholds: Vec<Threshold>,
 }
 
 impl Default for Thresholds {
-    /// Those that ship with the harness.
+    /// Returns the bounds that ship with the harness.
     fn default() -> Self {
         serde_json::from_str(include_str!("thresholds.json")).expect("a test reads it")
     }
@@ -90,7 +90,8 @@ fn about(metric: &str) -> &str {
     METRICS.iter().find(|(name, _)| *name == metric).map_or(metric, |(_, about)| about)
 }
 
-/// The command line that counts what means something, for a kernel that `command` launches.
+/// Returns the Nsight Compute command that collects [`METRICS`] for a kernel that `command`
+/// launches.
 pub fn ncu_command(entry: &str, command: &[String]) -> Vec<String> {
     let metrics = METRICS.map(|(name, _)| name).join(",");
     let fixed = ["ncu", "--csv", "--launch-count", "1", "--clock-control", "none", "--metrics"];
@@ -100,7 +101,7 @@ pub fn ncu_command(entry: &str, command: &[String]) -> Vec<String> {
     line
 }
 
-/// Counts, and judges what was counted.
+/// Collects the counters of a kernel and judges them.
 pub fn counters(kernel: &str, entry: &str, command: &[String], thresholds: &Thresholds) -> Outcome {
     let line = ncu_command(entry, command);
     let output = match Command::new(&line[0]).args(&line[1..]).output() {
@@ -118,7 +119,7 @@ pub fn counters(kernel: &str, entry: &str, command: &[String], thresholds: &Thre
     thresholds.judge(kernel, &counted)
 }
 
-/// Names and values from Nsight Compute's CSV.
+/// Parses names and values from Nsight Compute's CSV.
 fn parse(text: &str) -> Vec<(String, f64)> {
     let rows: Vec<Vec<String>> =
         text.lines().filter(|line| line.starts_with('"')).map(fields).collect();

@@ -1,9 +1,9 @@
-//! Is it fast enough, by a clock that is not the kernel's?
+//! The gate's `fast` step: is a kernel fast enough, by a clock that is not its own?
 //!
-//! Every timed call is one logical call on contents that have never been there before, into
-//! poisoned memory, between marks that the gate puts; every output is looked at, and one, chosen
-//! at random, is judged whole. Then the same contents again, and zeros, and ones: a kernel that
-//! is much faster there did not do the work.
+//! Every timed call is one logical call on contents that were never in memory before, into poisoned
+//! outputs, between events that the gate records. Every output is checked for unwritten values, and
+//! one, chosen at random, is judged completely. Then the same contents are timed again, and zeros,
+//! and ones: a kernel that is much faster on those did not do the work.
 
 use std::time::Instant;
 
@@ -16,26 +16,27 @@ use crate::statistics::{Difference, Random, median};
 use crate::subject::Subject;
 use crate::verify::{POISON, inputs};
 
-/// What is fast enough.
+/// The requirements on a kernel's speed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pace {
     /// The problem that is timed.
     pub problem: Problem,
-    /// Samples of each.
+    /// The number of samples of each contestant.
     pub rounds: usize,
     /// The least speed, as a share of the baseline's.
     pub at_least: f64,
-    /// What the hardware can do, in TFLOP/s, where it is known.
+    /// The peak of the hardware in TFLOP/s, if it is known.
     pub peak_tflops: Option<f64>,
 }
 
-/// A call on contents that were there before may be this much faster: caches are flushed, so
-/// there is no honest reason to be faster at all.
+/// The least time of a call on contents seen before, as a share of the time on new ones. Caches are
+/// flushed, so there is no honest reason to be faster at all.
 const SEEN: f64 = 0.7;
-/// A call on zeros or ones may be this much faster: quiet wires save power, and power is clock.
+/// The least time of a call on zeros or ones, as a share of the time on random numbers: constant
+/// data saves power, and power limits the clock.
 const CONSTANT: f64 = 0.6;
-/// Milliseconds for which the device may be busy when a call is over by its marks, besides the
-/// call's own time: copies of the results are still under way.
+/// Milliseconds that the device may be busy after the second event, besides the call's own time:
+/// copies of the results are still under way.
 const BUSY: f64 = 20.0;
 
 /// Times a kernel against a baseline, in alternation.
@@ -49,11 +50,11 @@ pub fn fast(
     time(subject, baseline, contract, pace, salt).into()
 }
 
-/// One of the two, ready to be timed.
+/// The kernel or the baseline, ready to be timed.
 struct Runner<'a> {
     subject: &'a mut dyn Subject,
     memory: CallMemory,
-    /// Values of the output that belong to no sequence, and are not written.
+    /// The number of output values that belong to no sequence and are not written.
     unused: usize,
 }
 
@@ -65,7 +66,7 @@ impl<'a> Runner<'a> {
         Ok(Runner { subject, memory, unused })
     }
 
-    /// Milliseconds of one call, on new contents if there are some, and what it wrote.
+    /// Returns the milliseconds of one call, on new contents if some are given, and what it wrote.
     fn sample(
         &mut self,
         problem: &Problem,
@@ -170,7 +171,7 @@ fn time(
         let mut samples = Vec::new();
         for index in 0..4 {
             let (milliseconds, _) = runner.sample(problem, contents)?;
-            // The first sees the contents; those after it have seen them.
+            // The first call sees new contents; later ones have seen them.
             if index > 0 {
                 samples.push(milliseconds);
             }
@@ -211,8 +212,8 @@ fn time(
     Ok(text)
 }
 
-/// The same numbers from another place on: contents that were never there, without drawing each
-/// number anew.
+/// Rotates the contents of tensors: contents that were never there, without drawing every number
+/// anew.
 fn turned(base: &InputTensors, element: usize, random: &mut Random) -> [Vec<u8>; 3] {
     bytes_of(base).map(|bytes| {
         let mut turned = bytes.to_vec();

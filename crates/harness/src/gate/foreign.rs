@@ -1,4 +1,4 @@
-//! A kernel from anywhere: PTX, and a small file that says how it is launched.
+//! A foreign kernel: PTX from any source, and a small JSON file that describes its launch.
 //!
 //! ```json
 //! {
@@ -36,7 +36,7 @@ use super::{Contract, Outcome, Rule};
 use crate::Error;
 use crate::subject::{Call, LaunchDescription, Launcher, Passed, Role, Source, plain_map};
 
-/// A kernel from anywhere.
+/// A foreign kernel.
 #[derive(Debug, Clone)]
 pub struct Foreign {
     /// Its PTX.
@@ -179,7 +179,7 @@ impl Foreign {
             return Err(format!("`length_step` is from 1 to {MOST_STEP}"));
         }
         let foreign = Foreign { ptx, description, contract };
-        // Every expression must mean something before anything is launched.
+        // Every expression must evaluate before anything is launched.
         for case in foreign.contract.cases() {
             foreign.describe(&case.problem)?;
         }
@@ -247,7 +247,7 @@ impl Foreign {
         })
     }
 
-    /// Is the PTX what its description says?
+    /// Checks the PTX against its description.
     pub fn validate(&self) -> Outcome {
         let invalid = |reason: String| Outcome::reject(Rule::Invalid, reason);
         let entry = &self.description.entry;

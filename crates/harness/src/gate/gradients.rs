@@ -1,5 +1,6 @@
-//! Kernels for gradients: right on the device, and fast enough. They are ours, so that nobody looks for
-//! cheats: outputs are poisoned and guarded, inputs unchanged, dK and dV repeat bit for bit.
+//! The gate's steps for backward kernels: right on the device, and fast enough. These kernels are
+//! always ours, so cheating is not tested: outputs are poisoned and guarded, inputs must be
+//! unchanged, and dK and dV must repeat bit for bit.
 
 use std::sync::Arc;
 
@@ -103,7 +104,7 @@ fn time(
     }
 }
 
-/// One call on random tensors and nothing else: for profilers.
+/// Launches one call on random tensors and nothing else, for profilers.
 pub fn once_gradients(gpu: &Gpu, kernel: &Candidate, problem: &Problem) -> Result<(), Error> {
     let table = Table::new(gpu, problem)?;
     table.sample(gpu, &mut kernel.ready(gpu, problem)?).map(|_| ())

@@ -1,4 +1,4 @@
-//! The steps that need no GPU.
+//! The steps of the gate that need no GPU: validate, assemble and simulate.
 
 use cuda::toolkit::{self, Options as AssemblerOptions, Toolkit};
 use kernels::Configuration;
@@ -8,23 +8,23 @@ use testing::scene::{MOST_SEEDS, Scene, schedules};
 
 use super::{Outcome, Rule};
 
-/// A kernel in our language.
+/// A kernel of ours: a configuration and its program.
 #[derive(Debug, Clone)]
 pub struct Own {
-    /// Which kernel it is, or says it is.
+    /// The configuration that the program implements, or claims to.
     pub kernel: Configuration,
-    /// What it is made of.
+    /// Its program.
     pub program: Program,
 }
 
 impl Own {
-    /// A configuration as it is built.
+    /// Builds the program of a configuration.
     pub fn new(kernel: Configuration) -> Result<Self, kernels::Error> {
         Ok(Own { kernel, program: kernel.program()? })
     }
 }
 
-/// Is the program in order?
+/// Validates the program.
 pub fn validate(own: &Own) -> Outcome {
     let limit = own.program.target.shared_memory_limit();
     let bytes = own.program.shared_bytes();
@@ -45,7 +45,7 @@ pub(super) fn too_much_shared(bytes: u32, limit: u32) -> Outcome {
     Outcome::reject(Rule::SharedMemory, reason)
 }
 
-/// What does it cost? The newest `ptxas` is asked.
+/// Assembles with the newest `ptxas`; rejects spills, stack frames and serialised tensor-core code.
 pub fn assemble(text: &str) -> Outcome {
     let toolkit = Toolkit::find();
     let ptxas = match toolkit.assemblers.iter().max_by_key(|ptxas| ptxas.version) {
@@ -72,12 +72,12 @@ pub fn assemble(text: &str) -> Outcome {
     }
 }
 
-/// Conflicts that a wavefront of shared memory may have in the mean: one. Whole tiles go through
-/// swizzles and have none; what is left are single values in odd places.
+/// The mean bank conflicts that are allowed for each wavefront of shared memory. Whole tiles are
+/// swizzled and have none; what remains are single values at odd addresses.
 const CONFLICTS_PER_WAVEFRONT: f64 = 0.5;
 
-/// Is it right under every schedule, and does it use shared memory well? Policies have from one
-/// to [`MOST_SEEDS`] seeds.
+/// Simulates under hostile schedules, and counts bank conflicts. Each scheduling policy gets from
+/// one to [`MOST_SEEDS`] seeds.
 pub fn simulate(own: &Own, seeds: u64) -> Outcome {
     if own.program.target != Target::SM_90A && !matches!(own.kernel, Configuration::Scalar(_)) {
         return Outcome::skip(format!("nothing is known to do for {}", own.program.target));

@@ -5,7 +5,7 @@ use flashcore::{Mask, Problem};
 use super::svg::{Anchor, Drawing, FAINT, GRID, INK};
 use super::{Cache, Cell, Results};
 
-/// Colours that people with any kind of eyes tell apart (Okabe and Ito, 2008).
+/// Colours that people with any colour vision can tell apart (Okabe and Ito, 2008).
 const COLOURS: [(&str, &str); 7] = [
     ("flashcore", "#d55e00"),
     ("cudnn", "#0072b2"),
@@ -104,7 +104,7 @@ pub fn speed(results: &Results) -> String {
         .iter()
         .flat_map(|group| &group.cells)
         .flat_map(|(_, cell)| cell.measurements.iter().filter_map(|it| it.tflops(cell)));
-    // Files may hold numbers that no clock ever gave.
+    // Files may hold numbers that are not finite.
     let (top, step) = scale(speeds.filter(|it| it.is_finite()).fold(1.0, f64::max));
     let ticks = (top / step).round().clamp(0.0, 12.0) as u32;
     for (index, group) in groups.iter().enumerate() {

@@ -1,7 +1,7 @@
-//! Two runs side by side: which differences are more than noise.
+//! Comparison of two runs: which differences exceed the noise.
 //!
-//! Clocks and power move from run to run. Where the same peers took part in both, how much they
-//! moved is what everything moved, and it is taken out before anything is called a change.
+//! Clocks and power drift from run to run. If the same peers took part in both runs, their change
+//! is taken as the drift of everything, and is removed before anything is called a change.
 
 use serde::Serialize;
 
@@ -27,7 +27,7 @@ pub struct Change {
     pub real: bool,
 }
 
-/// What two runs say about each other.
+/// The comparison of two runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// How much slower the peers of both runs were in the second; 1 where there are none.
@@ -69,7 +69,7 @@ pub fn compare(first: &Results, second: &Results) -> Comparison {
     let has_others = pairs.iter().any(|(_, one, ..)| !is_peer(&one.candidate));
     let anchors = if has_others { moved.len() } else { 0 };
     let drift = if anchors > 0 { median(&moved) } else { 1.0 };
-    // What the peers' own changes spread around the drift is noise between runs.
+    // The spread of the peers' changes around the drift is noise between runs.
     let between = if anchors > 1 {
         let off: Vec<f64> = moved.iter().map(|it| (it / drift).ln().abs()).collect();
         median(&off) * 1.4826 * 2.0
@@ -81,7 +81,8 @@ pub fn compare(first: &Results, second: &Results) -> Comparison {
         .filter(|(_, one, ..)| anchors == 0 || !is_peer(&one.candidate))
         .map(|(problem, one, old, new)| {
             let speedup = old.median / new.median * drift;
-            // Each noise is that of a difference of two like it; half of its square is one's.
+            // Each noise is that of a difference of two equal measurements; half of its square
+            // belongs to one.
             let squares = (old.noise.powi(2) + new.noise.powi(2)) / 2.0 + between.powi(2);
             let noise = squares.sqrt();
             Change {

@@ -15,10 +15,10 @@ use crate::given::Given;
 use crate::provenance::Provenance;
 use crate::statistics::{Difference, Summary};
 
-/// What the text of a problem ends with that was measured as a step of forward and backward pass.
+/// The suffix of a problem's text if it was measured as a step of forward and backward pass.
 const STEP: &str = ",step";
 
-/// Everything that a run of `flashcore bench` found.
+/// The results of a run of `flashcore bench`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Results {
     /// The form of this file; see [`Results::FORM`].

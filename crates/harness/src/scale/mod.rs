@@ -1,5 +1,4 @@
-//! The simulator of scale: what attention over many GPUs takes, from kernel times of one and the speeds
-//! of links.
+//! Prediction of attention over many GPUs, from kernel times of one GPU and the speeds of links.
 //!
 //! | file | its subject |
 //! | --- | --- |
@@ -10,7 +9,7 @@
 //! | `plot` | predictions as a drawing |
 //! | this one | predictions, and which variant to use |
 //!
-//! Who computes and sends what is decided by [`flashcore::distributed`], as it is for those who run it.
+//! Which rank computes and sends what is decided by [`flashcore::distributed`], as in a real run.
 
 pub mod links;
 pub mod overlap;
@@ -38,8 +37,8 @@ pub const LONGEST: usize = 10 << 20;
 pub const MOST_RANKS: usize = 1024;
 /// Variants whose times differ by less are as good as each other.
 const ALIKE: f64 = 0.02;
-/// Ranks that are looked at: all have as much to do where a causal mask is spread by zig-zag, and under a
-/// window those in the middle are alike.
+/// The number of ranks that are simulated. With a causal mask in zig-zag order all ranks have the
+/// same work, and under a window those in the middle do.
 const LOOKED_AT: usize = 6;
 
 /// What is predicted from.
@@ -143,7 +142,7 @@ impl Prediction {
     }
 }
 
-/// A variant that cannot be.
+/// A variant that is not possible, and why.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Refusal {
     /// The problem.
@@ -222,7 +221,7 @@ fn distribution(
             distributed::Variant::Hybrid { nodes: groups(heads.query, ranks, node)? }
         }
     };
-    // What a causal mask leaves is balanced by pieces from both ends; the rest is so by itself.
+    // Zig-zag order balances the work of a causal mask; without one it is balanced anyway.
     let order = if problem.mask == Mask::CAUSAL { Order::ZigZag } else { Order::Contiguous };
     Distribution::new(ranks, sequences, problem.mask, spread, order, heads)
         .map_err(|error| error.to_string())

@@ -1,9 +1,10 @@
-//! Communication behind computation: how long a rank takes whose every step sends what the next one
-//! needs.
+//! Overlap of communication and computation: the time of a rank in whose every step the data of the
+//! next one is transferred.
 //!
-//! A step begins when the one before is computed and what it needs is there; it asks for what the next
-//! one needs, which is under way as soon as the owner is in the same step. Between ranks that do alike
-//! the time of a step is then the longer of the two, and nobody waits for anything else.
+//! A step begins when the one before is computed and its data has arrived; it requests the data of
+//! the next step, whose transfer begins as soon as the owner is in the same step. Between ranks
+//! with equal work a step takes the longer of computing and transferring, and nobody waits for
+//! anything else.
 //!
 //! Tested against a simulation of ranks, events and links.
 

@@ -1,21 +1,22 @@
-//! What kernels take on one GPU: times that were measured, and what lies between them.
+//! Kernel times on one GPU: measured ones, and a model of those in between.
 //!
-//! A problem that was measured takes what it took. Others are computed from curves.
+//! A measured problem takes its measured time. Others are interpolated from curves.
 //!
-//! A row of the softmax takes so long for each key that it sees, and something besides: the beginning and
-//! the end of its tile, what a tile computes beyond the mask. So milliseconds of a row over the keys that
-//! it sees are nearly a line, and between two measured lengths they are taken to be one; in other words,
-//! the time of an operation is linear in one over the length. Beyond the longest length the rate is that
-//! of the longest. Gradients are computed in rows of keys, over the queries that see them. Where kernels change
-//! to taller tiles there is a step, so tiles of each height have a curve.
+//! A row of the softmax takes a constant time for each key that it sees, plus an overhead: the
+//! prologue and epilogue of its tile, and masked scores that the tile computes anyway. So
+//! milliseconds of a row over visible keys are nearly linear, and are interpolated linearly between
+//! two measured lengths; in other words, the time of an operation is linear in one over the length.
+//! Beyond the longest length the rate is that of the longest. Gradients are computed in rows of
+//! keys, over the queries that see them. Where kernels change to taller tiles there is a step, so
+//! that each tile height has its own curve.
 //!
-//! Some things are not proportional to rows, and are taken out of what is measured and put back into what is
-//! predicted: what the smallest call takes, and multiprocessors that have nothing to do, where tiles do not
-//! divide by their number, or all wait for the longest; and without a mask the rows of a last tile beyond the
-//! sequence.
+//! Some costs are not proportional to rows; they are subtracted from measurements and added to
+//! predictions: the time of the smallest call; idle multiprocessors, where the tiles do not fill
+//! the last wave or all wait for the longest; and, without a mask, the rows of a last tile beyond
+//! the sequence.
 //!
-//! Times are means of the rounds of a measurement, since a step is a sum of calls. Near the power limit calls
-//! have two speeds, and a median jumps from one to the other where a mean does not.
+//! Times are means over the rounds of a measurement, since a step is a sum of calls. Near the power
+//! limit calls have two speeds, and a median would jump from one to the other.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -30,7 +31,7 @@ use crate::report::Results;
 const EMBEDDED: &str = include_str!("h200.txt");
 /// Rows of the smallest call.
 const SMALLEST: usize = 128;
-/// Rounds of tiles over all multiprocessors from which on a problem is part of a curve.
+/// The number of waves from which on a problem is part of a curve.
 const FULL: f64 = 7.0;
 
 /// Rows of a tile of the kernels that serve a problem: queries, or keys for gradients.
@@ -45,8 +46,9 @@ fn tile(problem: &Problem) -> usize {
     }
 }
 
-/// Whether a causal mask's tiles come in pairs of a long and a short one, so that a pair is what is left
-/// over; many, and those of windows, are taken longest first. As the kernels' lists of tiles have it.
+/// Returns whether a causal mask's tiles are scheduled in pairs of a long and a short one, so that
+/// the remainder is a pair; many tiles, and those of windows, are scheduled longest first, as in
+/// the kernels' tile schedulers.
 fn in_pairs(problem: &Problem) -> bool {
     let rows = tile(problem);
     let many = if rows == 192 { 40 } else { 100 };
@@ -76,7 +78,7 @@ pub struct Measured {
     pub milliseconds: f64,
 }
 
-/// What has a curve of its own.
+/// The properties of problems that share a curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Kind {
     pass: Pass,
@@ -99,11 +101,11 @@ impl Kind {
 /// A problem as work for multiprocessors.
 struct Work {
     rows: f64,
-    /// What a row sees, in the mean.
+    /// The mean number of keys that a row sees.
     keys: f64,
-    /// Tiles of each multiprocessor.
+    /// Tiles for each multiprocessor: waves.
     rounds: f64,
-    /// The time over that of multiprocessors that are all busy to the end, with rows that are there.
+    /// The factor by which idle multiprocessors and padding rows lengthen the ideal time.
     idle: f64,
     /// Rows of the longest tile, were every multiprocessor to have one, and what they see. Where tiles are
     /// alike it takes no longer than the others.
@@ -251,7 +253,8 @@ impl Times {
         times.checked(what)
     }
 
-    /// The same, if there is something in it, and nothing that no clock could have said.
+    /// Checks that there are times, that all are normal positive numbers, and that no problem
+    /// occurs twice.
     fn checked(self, what: &str) -> Result<Self, Error> {
         let malformed = |reason: String| Err(Error::Malformed { what: what.to_owned(), reason });
         if self.measured.is_empty() {

@@ -1,4 +1,4 @@
-//! What a rank computes, sends and keeps, as stages of time.
+//! The work of a rank: what it computes, sends and keeps, as timed stages.
 
 use flashcore::distributed::{Distribution, Rows, Step};
 use flashcore::{Pass, Problem};
@@ -10,22 +10,22 @@ use crate::Error;
 
 /// GB/s at which tensors are copied, summed and merged: most of what the memory of an H200 gives.
 const MEMORY: f64 = 3600.0;
-/// Parts of the output and of the gradient of queries that are kept until they are put together, as
-/// `flashcore.distributed` does.
+/// The maximum number of partial outputs, and of partial dQ, that are kept until they are combined,
+/// as in `flashcore.distributed`.
 const PARTS: usize = 16;
-/// Those of the gradients of keys and of values.
+/// The maximum number of partial dK and dV.
 const KEY_PARTS: usize = 8;
 
-/// Milliseconds in which so many bytes are read or written.
+/// Returns the milliseconds of reading or writing so many bytes.
 fn moved(bytes: usize) -> f64 {
     bytes as f64 / MEMORY / 1e6
 }
 
-/// What a rank does in a pass, one after the other.
+/// Returns the stages of a rank in a pass, one after the other.
 ///
-/// In the forward pass a step computes while the keys of the next one are under way. In the backward
-/// pass the gradients of the keys of the step before go back to their owner at the same time. Exchanging heads
-/// for rows, and what an all-gather gets and gives back, is waited for.
+/// In the forward pass a step computes while the keys of the next one are transferred. In the
+/// backward pass the key gradients of the step before return to their owner at the same time.
+/// Exchanges of heads for rows, and the transfers of an all-gather, are not overlapped.
 pub(super) fn stages(
     setting: &Setting,
     problem: &Problem,
@@ -47,7 +47,7 @@ pub(super) fn stages(
     };
     let [to_heads, to_rows] = exchanges(setting, problem, of, rank, pass);
     let mut stages = vec![Stage::transfer(to_heads)];
-    // What the first step needs is there, but in an all-gather.
+    // The first step needs no transfer, except in an all-gather.
     stages.push(Stage::transfer(match of.gathers_all() {
         true => gathers(setting, problem, of, rank, &steps),
         false => keys(0),
@@ -92,14 +92,14 @@ fn kernels(
     Ok(milliseconds)
 }
 
-/// Rows that a rank computes with, of all heads and sequences that it has them of.
+/// Returns the rows that a rank computes with, over all of its heads and sequences.
 fn held_rows(problem: &Problem, of: &Distribution, rank: usize) -> usize {
     let (node, member) = of.place(rank);
     let rows: usize = of.held(member).iter().map(|piece| piece.rows.len()).sum();
     problem.batch * rows * of.head_share(node).query.len()
 }
 
-/// Parts of a tensor that are kept, at most so many, until they are put together.
+/// Partial results of a tensor, of which at most so many are kept until they are combined.
 struct Parts {
     count: usize,
     most: usize,
@@ -108,19 +108,20 @@ struct Parts {
 }
 
 impl Parts {
-    /// Bytes that are read and written: all are read, and what comes out is written; where they are many, some
-    /// at a time, into sums in f32.
+    /// Returns the bytes read and written: all parts are read and the result is written; if there
+    /// are too many parts, they are combined some at a time into f32 sums.
     fn traffic(&self) -> usize {
         let Parts { count, most, numbers, element } = *self;
         let folds = if count > most { count.div_ceil(most) } else { 0 };
         match count {
-            // Of one part the tensor is the part.
+            // A single part is the tensor itself.
             0 | 1 => 0,
             _ => numbers * (count * element + element + folds * (4 + 3 * 4)),
         }
     }
 
-    /// Bytes of memory: where they are many, with two sums in f32, one of all and one of the last.
+    /// Returns the bytes of memory; with too many parts, including two f32 sums, one of all and one
+    /// of the last.
     fn kept(&self) -> usize {
         let Parts { count, most, numbers, element } = *self;
         match count {
@@ -151,13 +152,13 @@ fn gradients(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) 
         numbers: held_rows(problem, of, rank) * problem.head_dim,
         ..outputs(problem, of, rank, steps)
     };
-    // Those of one step come at once, as an all-gather's do.
+    // The gradients of a single step arrive at once, as in an all-gather.
     let most = if steps.len() == 1 { count } else { KEY_PARTS };
     let numbers = problem.batch * held * of.head_share(node).key.len() * dims;
     [queries, Parts { count, most, numbers, element: problem.dtype().bytes() }]
 }
 
-/// Milliseconds of an all-gather, which is put in the order of positions.
+/// Returns the milliseconds of an all-gather, including the reordering by position.
 fn gathers(
     setting: &Setting,
     problem: &Problem,
@@ -175,7 +176,7 @@ fn bytes(problem: &Problem, of: &Distribution, rank: usize, rows: &Rows) -> u64 
     (problem.batch * rows.count()) as u64 * of.key_bytes(of.place(rank).0)
 }
 
-/// Milliseconds in which a step's keys are put into messages, come, and go to others.
+/// Returns the milliseconds of packing a step's keys into messages, receiving and sending them.
 fn exchange_keys(
     setting: &Setting,
     problem: &Problem,
@@ -194,8 +195,8 @@ fn exchange_keys(
     one_way(&step.receive).max(one_way(&step.send)) + moved(2 * sent as usize)
 }
 
-/// Milliseconds in which heads are exchanged for rows, and rows for heads again: forward, queries, keys and
-/// values go and outputs come back; backward, gradients of outputs go and those of the others come back.
+/// Returns the milliseconds of exchanging heads for rows and back: in the forward pass queries,
+/// keys and values go and outputs return; in the backward pass dO goes and dQ, dK and dV return.
 fn exchanges(
     setting: &Setting,
     problem: &Problem,

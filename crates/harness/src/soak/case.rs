@@ -20,8 +20,8 @@ pub struct Case {
     pub rank: usize,
 }
 
-/// What decides which kernels serve a problem, and with that what has to be compiled: sizes are drawn
-/// anew for each problem of a kind.
+/// The properties of a problem that decide which kernels serve it, and so what is compiled; sizes
+/// are drawn anew for each problem of a kind.
 struct Kind {
     dtype: DType,
     dims: (usize, usize),
@@ -53,7 +53,8 @@ enum StorageKind {
     PackedOverPages(usize),
 }
 
-/// Kinds at the beginning, and problems until there is one more: kernels take time to compile.
+/// The number of kinds at the beginning, and of problems until one more kind is added: compiling
+/// takes time.
 const KINDS: u64 = 16;
 const PROBLEMS_FOR_A_KIND: u64 = 256;
 /// Kinds at most: what is compiled for them stays in memory, which must not grow for ever.
@@ -62,7 +63,7 @@ const MOST_KINDS: u64 = 96;
 /// Elements of the query tensor, and of the key tensor, at most. The reference is on the CPU, and
 /// many small problems find more than a few large ones.
 const ELEMENTS: usize = 1 << 17;
-/// The same where gradients are asked for, which are compared as a whole.
+/// The maximum elements where gradients are computed, which are compared completely.
 const ELEMENTS_OF_GRADIENTS: usize = 1 << 15;
 
 /// Around the edges of tiles.
@@ -112,7 +113,7 @@ fn one_in(random: &mut Random, chances: usize) -> bool {
 impl Kind {
     fn of(seed: u64, number: u64) -> Self {
         let random = &mut Random::new(mix(seed.wrapping_add(0x0c1d) ^ mix(number)));
-        // In turns of lengths without a common divisor, so that the first kinds have all of them.
+        // Properties cycle with coprime periods, so that the first kinds cover all of their values.
         let turn = |length: usize| (number % length as u64) as usize;
         let page = of(random, &[1, 16, 16, 48, 64, 128, 256]);
         let storage = [

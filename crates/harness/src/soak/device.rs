@@ -1,5 +1,5 @@
-//! Problems on a GPU, as fast as they can be had: one copy to the device, one back, memory and plans
-//! that are used again, a stream for each thread.
+//! Problems of a soak on a GPU at the highest rate: one copy to the device and one back, reused
+//! memory and plans, and a stream for each thread.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -21,9 +21,9 @@ use crate::verify::POISON;
 const GUARD: usize = 4096;
 /// What addresses are multiples of.
 const ALIGNMENT: usize = 256;
-/// Of so many problems, one is asked whether its inputs are as they were.
+/// One in so many problems is checked for unchanged inputs.
 const LOOK_AT_INPUTS: u64 = 16;
-/// Of so many problems, one goes with an append, and one with a combine.
+/// One in so many problems is accompanied by an append, and one by a combine.
 const BESIDE: u64 = 16;
 
 /// A GPU and what its threads use again.
@@ -67,8 +67,8 @@ impl OnDevice {
         answer
     }
 
-    /// What goes with attention, now and then: new tokens for a cache, or parts put together. What is
-    /// wrong with it, if something is.
+    /// Runs an append or a combine beside some of the problems; returns what is wrong with it, if
+    /// anything.
     pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
         let dtype = match case.contents % 2 {
             0 => DType::F16,
@@ -87,7 +87,8 @@ impl OnDevice {
         Some((checked.kernel, verdict))
     }
 
-    /// Writes where no memory is. The driver ends everything that this process has on the device.
+    /// Launches a kernel that writes to an invalid address, after which the driver refuses all work
+    /// of this process on the device.
     pub(super) fn lose_context(&self, case: &Case, asked: Asked<'_>) -> Result<(), Error> {
         let nowhere = Some(DeviceAddress(1 << 12));
         let mut room = Room::new(&self.gpu)?;

@@ -1,5 +1,5 @@
-//! What is done to a soak while it runs, and how it must take it: every answer right, or an error
-//! that says what is wrong; and everything as before once the fault is mended.
+//! The faults injected into a soak, and the checks that each is survived: every answer is right or
+//! a clear error, and everything works as before once the fault is repaired.
 
 use std::fs;
 use std::io::Read;
@@ -87,20 +87,20 @@ impl Fault {
     }
 }
 
-/// How often a fault was met, and how it was taken.
+/// How often a fault was injected, and how often it was survived.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Met {
     /// The fault.
     pub fault: Fault,
     /// How often.
     pub times: u64,
-    /// How often it was taken as it must be.
+    /// How often it was survived.
     pub survived: u64,
     /// What was last seen of it, or what was first wrong.
     pub told: String,
 }
 
-/// Where faults happen.
+/// The cache and the program that faults are injected into.
 pub(super) struct Ground<'a> {
     /// The cache's directory.
     pub(super) cache: PathBuf,
@@ -120,7 +120,8 @@ const FIRST: usize = 256;
 const PATIENCE: Duration = Duration::from_secs(180);
 
 impl Ground<'_> {
-    /// Lets a fault happen, sees what comes of it, and mends it: what was seen, or what is wrong.
+    /// Injects a fault, observes its effect, and repairs it; returns what was seen, or what is
+    /// wrong.
     pub(super) fn meet(&self, fault: Fault, random: &mut Random) -> Result<String, String> {
         match fault {
             Fault::Corrupted => self.corrupted(random),
@@ -177,8 +178,8 @@ impl Ground<'_> {
         Ok(format!("{} warnings", warnings.len()))
     }
 
-    /// In a process that may write no more than the first kilobytes of a file: every cubin fails half
-    /// way.
+    /// Runs a process that may write only the first kilobytes of a file, so that writing any cubin
+    /// fails.
     fn full(&self, random: &mut Random) -> Result<String, String> {
         let numbers = numbers(random);
         self.clear()?;
@@ -259,7 +260,7 @@ impl Ground<'_> {
         command.args(["--backend", if self.gpu { "gpu" } else { "cpu" }]).args(options);
     }
 
-    /// Some problems in a session of their own: what the cache complained about, or what is wrong.
+    /// Answers problems in a new session; returns the cache's warnings, or what is wrong.
     fn try_anew(&self, numbers: &[u64]) -> Result<Vec<String>, String> {
         self.try_answers(numbers).map_err(|refused| refused.to_string())
     }
@@ -280,8 +281,8 @@ impl Ground<'_> {
         Ok(warnings)
     }
 
-    /// That nothing is left of a fault: what it spoiled is made good by the first use, and the next
-    /// has nothing to complain about.
+    /// Checks that nothing is left of a fault: the first use repairs the damage, and the next one
+    /// finds nothing to warn about.
     fn mended(&self, numbers: &[u64]) -> Result<(), String> {
         self.try_anew(numbers)?;
         let warnings = self.try_anew(numbers)?;
@@ -329,7 +330,7 @@ fn numbers(random: &mut Random) -> Vec<u64> {
     (0..TRIED).map(|_| random.below(FIRST) as u64).collect()
 }
 
-/// All of the device's memory, in pieces that are there.
+/// Allocates all of the device's memory, in pieces.
 fn take_memory(device: &OnDevice) -> Vec<Buffer> {
     let device = device.gpu().device();
     let mut taken = Vec::new();
@@ -355,7 +356,8 @@ impl<'a> Closed<'a> {
         fs::create_dir_all(directory)?;
         let mut closed = Closed { directory, aside: None };
         closed.permit(0o555)?;
-        // Those who may do everything are stopped by a file system that takes no files.
+        // A privileged user ignores permissions and is stopped by a file system that takes no
+        // files.
         if fs::write(directory.join("trial"), "").is_ok() {
             closed.permit(0o755)?;
             let aside = directory.with_extension("aside");

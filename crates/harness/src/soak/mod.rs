@@ -1,12 +1,12 @@
-//! Soaking: random problems for a long time, every answer checked, while things go wrong around it.
+//! Soak tests: random problems for a long time, every answer checked, while faults are injected.
 //!
 //! | file | its subject |
 //! | --- | --- |
 //! | `case` | the random problems |
-//! | `session` | what answers them: a GPU, or the CPU beside the way of a kernel without a GPU |
-//! | `device` | problems on a GPU, with memory and plans that are used again |
-//! | `fault` | what goes wrong, and how it must be taken |
-//! | `shortage` | times without device memory |
+//! | `session` | computes the answers: on a GPU, or on the CPU while kernels are planned, printed and cached as for a GPU |
+//! | `device` | problems on a GPU, reusing memory and plans |
+//! | `fault` | the injected faults, and how each must be survived |
+//! | `shortage` | periods without device memory |
 //! | `watch` | memory and handles over time |
 
 mod case;
@@ -45,30 +45,30 @@ use crate::given::Given;
 use crate::statistics::Random;
 use crate::verify::Truth;
 
-/// What is soaked, and for how long.
+/// Options of a soak.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// For how long; as long as it takes, where there is a number of problems.
+    /// Duration; unlimited if None and a number of problems is given.
     pub duration: Option<Duration>,
     /// How many problems at most.
     pub problems: Option<u64>,
     /// The number of the first problem.
     pub first: u64,
-    /// Makes it the same problems again.
+    /// Seed of the problems.
     pub seed: u64,
     /// On the GPU, or on the CPU.
     pub gpu: bool,
-    /// What goes wrong meanwhile.
+    /// The faults that are injected.
     pub faults: Vec<Fault>,
     /// The program whose `soak` can be run in processes beside this one.
     pub program: Option<PathBuf>,
-    /// The cache's directory; one of its own, where none is named.
+    /// The cache's directory; None makes a temporary one.
     pub cache: Option<PathBuf>,
     /// Whether the device context is lost at the end, to see what happens then.
     pub lose_context: bool,
 }
 
-/// What a soak came to.
+/// The result of a soak.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     /// Whether nothing was wrong, every fault survived, and nothing grew.
@@ -81,17 +81,17 @@ pub struct Summary {
     pub rows: u64,
     /// How long it took.
     pub seconds: f64,
-    /// By which kernels, and how many each.
+    /// The number of problems that each kernel served.
     pub kernels: BTreeMap<String, u64>,
     /// Problems whose answer was wrong, or that were not answered.
     pub failures: Vec<Failure>,
-    /// What went wrong around it.
+    /// The faults that were injected, and how they were survived.
     pub faults: Vec<Met>,
     /// How often the cache complained.
     pub cache_warnings: u64,
     /// Answers that waited until there was device memory again.
     pub waited_for_memory: u64,
-    /// Memory and handles; nothing where the system does not say.
+    /// Memory and handles; None if the system does not report them.
     pub held: Option<Holding>,
 }
 
@@ -114,14 +114,14 @@ pub struct Failure {
 
 /// Floating-point operations of a reference: more, and a sample of the rows is compared.
 const OPERATIONS: f64 = 2e7;
-/// More failures than these say nothing new.
+/// The maximum number of failures that are recorded.
 const MOST_FAILURES: usize = 20;
 /// How often memory and handles are looked at.
 const TICK: Duration = Duration::from_millis(100);
-/// How long nothing goes wrong between two faults.
+/// The pause between two faults.
 const PEACE: Duration = Duration::from_millis(500);
 
-/// Soaks. `note` is told of failures as they come.
+/// Runs a soak. `note` is called with each failure as it occurs.
 pub fn run(
     options: &Options,
     progress: &dyn Progress,
@@ -216,8 +216,8 @@ impl Soak<'_> {
             || self.options.duration.is_some_and(|duration| self.begun.elapsed() >= duration)
     }
 
-    /// One problem after the other. Reference and CPU back end stay on this thread: many small
-    /// problems side by side take less time than one after the other on all cores.
+    /// Answers problems one after the other. The reference and the CPU back end stay on this
+    /// thread: many small problems in parallel take less time than each in turn on all cores.
     fn work(&self) {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
         while !self.is_over() {
@@ -231,7 +231,7 @@ impl Soak<'_> {
         drop(pool);
     }
 
-    /// Answers a problem, and waits for device memory where that is taken away.
+    /// Answers a problem; waits for device memory while that is taken away.
     fn settle(&self, case: &Case) {
         let checked = loop {
             let before = self.shortage.moment();
@@ -247,7 +247,7 @@ impl Soak<'_> {
         };
         let before = self.shortage.moment();
         let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
-        // Without device memory there is nothing to judge.
+        // A failure during a memory shortage is not judged.
         let excused = self.shortage.since(before);
         let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
         let mut tally = lock(&self.tally);
@@ -299,7 +299,7 @@ impl Soak<'_> {
         }
     }
 
-    /// Fault after fault, each at least once.
+    /// Injects one fault after the other, each at least once.
     fn meet_faults(&self, ground: &Ground<'_>) -> Vec<Met> {
         let possible = |fault: &&Fault| {
             (self.options.gpu || !fault.needs_gpu())
@@ -338,7 +338,7 @@ impl Soak<'_> {
         all
     }
 
-    /// Watches, and tells how far it has come, until nobody works any more.
+    /// Watches memory and reports progress until all workers have ended.
     fn look_on(&self, watch: &mut Watch, progress: &dyn Progress, ended: impl Fn() -> bool) {
         let total = match (self.options.duration, self.options.problems) {
             (Some(duration), None) => duration.as_millis() as u64,
@@ -368,8 +368,8 @@ struct Checked {
     wrong: Option<String>,
 }
 
-/// Answers a problem and compares with the reference. Gradients are computed from what the forward pass
-/// of the same session left, which is compared too.
+/// Answers a problem and compares it with the reference. Gradients are computed from the results of
+/// the same session's forward pass, which are compared too.
 fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let problem = &case.problem;
     let given = Given::of(problem)?;
@@ -399,7 +399,7 @@ impl Checked {
     }
 }
 
-/// How many rows were compared with the reference, or what is wrong with them.
+/// Returns how many rows were compared with the reference, or what is wrong with them.
 fn judge(
     case: &Case,
     inputs: Inputs<'_>,
@@ -415,7 +415,7 @@ fn judge(
     Ok(judged.map(|verdict| verdict.rows as u64).map_err(|wrong| wrong.to_string()))
 }
 
-/// The same of gradients: those of all heads, for their problems are small.
+/// Compares the gradients of all heads with the reference; their problems are small.
 fn judge_gradients(
     case: &Case,
     backward: Backward<'_>,
@@ -457,7 +457,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     words.iter().map(|word| f32::from_le_bytes(*word)).collect()
 }
 
-/// Loses the device context: the error that everybody who uses it gets afterwards.
+/// Loses the device context and checks the error that every later use gets.
 fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     let Session::Device(device) = session else {
         return Err(Error::Impossible("there is no device context to lose".to_owned()));
@@ -489,7 +489,7 @@ fn panicked() -> Met {
     Met { fault: Fault::Corrupted, times: 1, survived: 0, told }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn words(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()

@@ -1,5 +1,5 @@
-//! What answers the problems: a GPU with its cache of kernels, or the CPU beside the same planning,
-//! printing and caching of the kernels that a GPU would run.
+//! Computes the answers of a soak: a GPU with its kernel cache, or the CPU while kernels are
+//! planned, printed and cached as for a GPU.
 
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
@@ -15,7 +15,7 @@ use super::case::Case;
 use super::device::OnDevice;
 use crate::Error;
 
-/// What a problem is given: inputs, or what gradients are computed from.
+/// The inputs of a problem: those of the forward or of the backward pass.
 #[derive(Clone, Copy)]
 pub(super) enum Asked<'a> {
     Forward(Inputs<'a>),
@@ -38,13 +38,12 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// What came of a problem.
+/// The answer to a problem.
 #[derive(Debug)]
 pub(super) struct Answer {
     /// Back end and kernel.
     pub(super) kernel: String,
-    /// Output and log-sum-exps; or the gradients of query, key and value, and those of sinks where
-    /// there are any.
+    /// Output and log-sum-exps; or dQ, dK, dV, and the gradient of the sinks if there are any.
     pub(super) results: Vec<Vec<u8>>,
     /// What the cache complained about.
     pub(super) warnings: Vec<String>,
@@ -106,12 +105,12 @@ pub(super) fn on_the_cpu(case: &Case, asked: Asked<'_>) -> Result<Answer, Error>
     Ok(Answer { kernel, results, warnings: Vec::new() })
 }
 
-/// The way of a kernel without a GPU: planned, built, printed, and kept in the cache. The text stands
-/// for the machine code.
+/// Plans, builds and prints kernels as for a GPU, and keeps them in the cache. The PTX text stands
+/// in for the machine code.
 pub(super) struct Host<'a> {
     texts: &'a Texts,
     cache: Cache,
-    /// As a GPU holds its kernels: each is looked for in the cache once.
+    /// Kernels already loaded: like a GPU, a session looks for each in the cache once.
     kept: Mutex<HashSet<Configuration>>,
 }
 

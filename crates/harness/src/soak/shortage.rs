@@ -1,12 +1,13 @@
-//! Times in which the device's memory is taken away on purpose.
+//! Periods in which the device's memory is taken away on purpose.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Counts beginnings and ends, so that one that came and went during a call is noticed too.
+/// Counts beginnings and ends of shortages, so that one that came and went during a call is noticed
+/// too.
 #[derive(Debug, Default)]
 pub(super) struct Shortage {
-    /// Odd while there is none left.
+    /// Odd during a shortage.
     turns: AtomicU64,
 }
 
@@ -19,17 +20,17 @@ impl Shortage {
         self.turns.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Now, for [`since`](Shortage::since).
+    /// Returns a time stamp for [`since`](Shortage::since).
     pub(super) fn moment(&self) -> u64 {
         self.turns.load(Ordering::SeqCst)
     }
 
-    /// Whether memory was short at a moment or has been since.
+    /// Returns whether memory was short at that time stamp or has been since.
     pub(super) fn since(&self, moment: u64) -> bool {
         !moment.is_multiple_of(2) || self.moment() != moment
     }
 
-    /// Returns when it is over.
+    /// Waits until the shortage is over.
     pub(super) fn wait(&self) {
         while !self.moment().is_multiple_of(2) {
             std::thread::sleep(Duration::from_millis(5));

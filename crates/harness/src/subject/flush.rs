@@ -1,9 +1,10 @@
-//! Emptying the second-level cache before a measurement.
+//! Flushing the L2 cache before a measurement.
 //!
-//! Something larger is written, so that nothing of a call's tensors is left. That alone leaves the
-//! cache full of lines that must be written back before others can take their place, in the time of
-//! the call: at 4.8 TB/s an H200 takes 10 us for its 50 MB. In a model, what comes before attention
-//! mostly reads, its weights above all. So as much is read then. `bench/driver.py` does the same.
+//! A larger buffer is written, so that nothing of a call's tensors is left. That alone leaves the
+//! cache full of dirty lines, which must be written back before they can be replaced, in the time
+//! of the call: at 4.8 TB/s an H200 takes 10 us for its 50 MB. In a model, the work before
+//! attention mostly reads, its weights above all. So as much is read afterwards. `bench/driver.py`
+//! does the same.
 
 use std::sync::Arc;
 
@@ -53,8 +54,8 @@ pub(crate) fn flush_bytes(gpu: &Gpu) -> u64 {
     4 * gpu.info().l2_bytes.max(16 << 20)
 }
 
-/// Reads zeros, [`BLOCK_BYTES`] for each block. Where there is anything else, it writes there: so
-/// the reads are not for nothing.
+/// Builds a kernel that reads zeros, [`BLOCK_BYTES`] for each block. It would write wherever it
+/// found anything else, so that the reads cannot be removed as dead code.
 fn program(target: Target) -> Result<Program, Error> {
     let mut k = Builder::new("read", target, THREADS);
     let memory = k.parameter::<GlobalAddress>("memory");

@@ -1,8 +1,8 @@
-//! A kernel in the place where it runs.
+//! The gate's view of a kernel under test.
 //!
-//! A [`Subject`] is all that the gate sees of a kernel: memory to put tensors in, a call that is
-//! timed by somebody else's clock, and a way to wait until nothing is going on any more. The GPU
-//! is one such place; tests have another, on the host, where every known way to cheat is at home.
+//! A [`Subject`] is all that the gate sees of a kernel: memory for tensors, a call that is timed by
+//! an independent clock, and a way to wait until all work has ended. A GPU implements it; tests
+//! have another implementation, on the host, with every known way to cheat.
 
 mod description;
 mod flush;
@@ -23,10 +23,10 @@ use flashcore::gpu::Gpu;
 
 use crate::Error;
 
-/// Where tensors are on the device, by [`Role`]; those that a call does not have are nowhere.
+/// Device addresses of the tensors, by [`Role`]; zero for those that a call does not have.
 pub type Addresses = [DeviceAddress; Role::COUNT];
 
-/// Something that a GPU can be made to do for a problem.
+/// A kernel, or a plan of several, that can be prepared for a problem on a GPU.
 pub trait Source {
     /// The kernel's name.
     fn name(&self) -> String;
@@ -44,8 +44,8 @@ pub trait Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Memory(pub usize);
 
-/// Where the tensors of a call are, in the order of [`Role::ALL`], each with the bytes
-/// before its first: room for a guard zone.
+/// The memory of a call's tensors, in the order of [`Role::ALL`], with room for a guard zone before
+/// each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tensors {
     /// The memories.
@@ -61,11 +61,11 @@ impl Tensors {
     }
 }
 
-/// A kernel, the memory it works on and the clock that watches it.
+/// A kernel under test, the memory that it works on, and the clock that times it.
 ///
-/// Calls and copies are put on one queue and are done in their order. Whoever works beside the
-/// queue is found out: a copy of the output made right behind a call differs from what is there
-/// when everything has settled.
+/// Calls and copies go to one queue and are done in order. Work beside the queue is detected: a
+/// copy of the output made right behind a call differs from what is there after everything has
+/// settled.
 pub trait Subject {
     /// The kernel's name.
     fn name(&self) -> String;
@@ -73,7 +73,7 @@ pub trait Subject {
     /// Gets ready for a problem, whose tensors will be contiguous.
     fn prepare(&mut self, problem: &Problem) -> Result<(), Error>;
 
-    /// So many bytes.
+    /// Allocates bytes.
     fn allocate(&mut self, bytes: usize) -> Result<Memory, Error>;
 
     /// Gives up all memory.
@@ -91,18 +91,18 @@ pub trait Subject {
     /// Reads everything once the queue is empty.
     fn read(&mut self, memory: Memory) -> Result<Vec<u8>, Error>;
 
-    /// Puts other things into the caches.
+    /// Flushes the caches.
     fn flush(&mut self) -> Result<(), Error>;
 
-    /// Puts one of the two marks, 0 or 1, on the queue.
+    /// Records one of the two timing events, 0 or 1, on the queue.
     fn mark(&mut self, which: usize) -> Result<(), Error>;
 
     /// One call of the kernel.
     fn call(&mut self, tensors: &Tensors) -> Result<(), Error>;
 
-    /// Waits for the second mark: the milliseconds since the first.
+    /// Waits for the second event; returns the milliseconds since the first.
     fn elapsed(&mut self) -> Result<f64, Error>;
 
-    /// Waits until nothing at all is going on, on the queue or beside it.
+    /// Waits until all work has ended, on the queue or beside it.
     fn settle(&mut self) -> Result<(), Error>;
 }

@@ -1,10 +1,10 @@
-//! How long a configuration should take, from what the simulator counts: good enough to discard
-//! the hopeless before they are compiled, not to tell the good from the best.
+//! A cost model from the simulator's counts: good enough to discard hopeless configurations before
+//! they are compiled, not to tell good ones from the best.
 //!
-//! The simulator runs one tile over two key blocks and over four; the difference is what a block
-//! costs when the loop is under way. A multiprocessor of Hopper does 4096 operations of the
-//! tensor cores, 16 exponentials and 4 instructions in a cycle; products and softmax overlap, more
-//! where warpgroups take turns.
+//! The simulator runs one tile over two key blocks and over four; the difference is the cost of a
+//! block in the steady state of the loop. A Hopper multiprocessor does 4096 tensor-core operations,
+//! 16 exponentials and 4 instructions in a cycle; products and softmax overlap, more so where
+//! warpgroups take turns (ping-pong).
 
 use flashcore::Problem;
 use flashcore::family::Choice;
@@ -69,7 +69,7 @@ pub fn predict(
     chip: &Chip,
     clock_megahertz: f64,
 ) -> Result<f64, String> {
-    // Sharing out a last round is the same to all.
+    // Stream-K affects all configurations alike.
     let forward = &Forward { stream_k: false, ..*forward };
     let choice = Choice::for_kernel(chip, problem, Configuration::Forward(*forward), None)?;
     let tiling = choice.tiling.ok_or("it has no tiles")?;

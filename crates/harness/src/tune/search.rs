@@ -1,5 +1,4 @@
-//! The search: a population of configurations, their children, and ever longer measurements for
-//! ever fewer of them.
+//! The tuner's search: an evolving population of configurations, measured by successive halving.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -12,15 +11,16 @@ use super::space::{Genome, beside, possible};
 use crate::Error;
 use crate::statistics::{Difference, Random, median};
 
-/// How configurations are compiled, predicted and measured. The GPU is one; tests have another.
+/// Compiles, predicts and measures configurations. A GPU implements it; tests have another
+/// implementation.
 pub trait Meter: Sync {
     /// The GPU and its driver, for the log.
     fn machine(&self) -> String;
-    /// Milliseconds by the cost model, which knows the forward kernel alone.
+    /// Predicts milliseconds by the cost model, which covers the forward kernel only.
     fn predict(&self, forward: &Forward) -> Result<f64, String>;
-    /// Compiles them, on all cores: the fingerprint of each, or why it is of no use.
+    /// Compiles configurations on all cores; returns the fingerprint of each, or why it is useless.
     fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>>;
-    /// Milliseconds of each, round by round, in alternation.
+    /// Measures milliseconds of each, round by round, in alternation.
     fn measure(&mut self, kernels: &[Configuration], rounds: usize)
     -> Result<Vec<Vec<f64>>, Error>;
     /// Whether its output is right.
@@ -43,7 +43,7 @@ pub struct Plan {
     pub start: Start,
     /// When it must end.
     pub budget: Duration,
-    /// Makes it the same search again, but for the times.
+    /// Seed of the search, which repeats it but for the measured times.
     pub seed: u64,
     /// How many configurations of a generation reach the compiler.
     pub batch: usize,
@@ -65,8 +65,8 @@ impl Default for Plan {
 
 /// Configurations that survive a generation.
 const POPULATION: usize = 12;
-/// What the model expects to take so many times as long as what it expects of the best measured
-/// one is hopeless.
+/// A configuration is hopeless if the model predicts this many times the prediction for the best
+/// measured one.
 const HOPELESS: f64 = 1.5;
 /// Rounds of successive halving; those that are left after the last make the population.
 const HALVINGS: [usize; 3] = [3, 5, 9];
@@ -100,7 +100,7 @@ pub struct Found {
     pub seconds: f64,
 }
 
-/// Someone of the population: milliseconds relative to all others, whenever they were measured.
+/// A member of the population: milliseconds relative to all others, whenever they were measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Member {
     genome: Genome,
@@ -204,8 +204,8 @@ pub fn sweep(
     Ok(Found { generations: 1, seen: all.len(), measured: kernels.len(), seconds, ..found })
 }
 
-/// The best few and the rules' choice, at length: the rules give way to nothing but a real
-/// difference.
+/// Measures the best few against the rules' choice at length: only a significant difference
+/// replaces the rules.
 fn duel(
     meter: &mut dyn Meter,
     rules: Configuration,
@@ -225,7 +225,7 @@ fn duel(
         if index == 0 || !difference.is_real() || difference.ratio < 1.0 {
             break;
         }
-        // What is fast and wrong is not fast.
+        // Configurations with wrong results are out.
         if meter.check(&kernels[index]).is_ok() {
             winner = index;
             break;
@@ -311,7 +311,7 @@ impl Search<'_> {
         }
     }
 
-    /// New configurations: children and neighbours of the population, and strangers.
+    /// Makes new configurations: children and neighbours of the population, and random ones.
     fn children(&mut self) -> Vec<Genome> {
         let all = Genome::all();
         let mut genomes: Vec<Genome> = Vec::new();
@@ -403,8 +403,9 @@ impl Search<'_> {
         self.halve(generation, alive)
     }
 
-    /// Successive halving: everyone a little, the better half more, and so on. The best so far
-    /// runs along, so that times of different generations can be compared.
+    /// Measures by successive halving: all configurations briefly, the better half longer, and so
+    /// on. The best so far is measured along, so that times of different generations can be
+    /// compared.
     fn halve(&mut self, generation: usize, mut alive: Vec<Genome>) -> Result<(), Error> {
         let champion = self.best();
         for (step, rounds) in HALVINGS.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! New keys and values into a cache.
+//! Appending new keys and values to a KV cache in host memory.
 
 use flashcore::quantize;
 use flashcore::serving::{self, Placement};
@@ -13,13 +13,13 @@ use crate::error;
 use crate::update::{NAMES, Update};
 use crate::view::{Form, Memory, View, contiguous};
 
-/// Writes new keys and values into a cache, the new lengths to `after`, and queries rotated as its
-/// keys are to `rotated`.
+/// Writes new keys and values to the cache, the new lengths to `after`, and the queries, rotated
+/// like the keys, to `rotated`.
 ///
 /// # Safety
 ///
-/// The update must be of host memory, of which nobody else uses the caches meanwhile; `after`
-/// memory for a list, `rotated` for the queries where there is an embedding.
+/// The update must refer to host memory, and nothing else may use the caches meanwhile; `after`
+/// must have room for the lengths, and `rotated` for the queries if there are rotary tables.
 pub(crate) unsafe fn append(
     update: &Update,
     rotated: Option<u64>,
@@ -57,7 +57,7 @@ pub(crate) unsafe fn append(
     let (mut key, value) = (gather(&update.key, &new)?, gather(&update.value, &new)?);
     let key_type = key.dtype();
     if update.rotary.is_some() && key_type != update.key_cache.form.dtype {
-        // Rounded once, after it is rotated.
+        // Kept in f32, so that keys are rounded only once, after the rotation.
         key = wide(&key)?;
     }
     if let Some(rotary) = &update.rotary {
@@ -124,13 +124,13 @@ pub(crate) unsafe fn append(
     Ok(())
 }
 
-/// New rows, sequence after sequence, as an 8-bit cache has them. Factors of tokens are found and
-/// written to where the rows will be.
+/// Quantizes new rows, sequence after sequence, to the 8-bit type of the cache. Per-token factors
+/// are computed here and written to the positions that the rows will have.
 ///
 /// # Safety
 ///
-/// The factors must be of host memory, which nobody else uses meanwhile where they are written; the
-/// placement of the cache, with the new rows, must be inside of it.
+/// The factors must be in host memory, which nothing else may use if they are written; the
+/// placement of the cache, including the new rows, must be inside of it.
 unsafe fn rounded(
     name: &str,
     tensor: &Tensor,

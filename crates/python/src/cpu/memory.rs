@@ -1,4 +1,5 @@
-//! The memory of others: lent to the library, copied to its tensors, and written from them.
+//! Access to callers' host memory: views of it for the library, copies into tensors, and writes
+//! back.
 
 use flashcore::serving::Placement;
 use flashcore::{Cancellation, DType, Layout, Shape, Tensor, TensorView};
@@ -8,7 +9,7 @@ use crate::boundary::{collect, room_for};
 use crate::error;
 use crate::view::{self, Form, Memory, View, contiguous};
 
-/// A tensor of the caller's, or a copy if its elements are not aligned.
+/// A view of the caller's tensor, or a copy if its elements are not aligned.
 pub(super) enum Lent<'a> {
     View(TensorView<'a>),
     Copy(Tensor),
@@ -23,7 +24,7 @@ impl Lent<'_> {
     }
 }
 
-/// Lends the memory of a view.
+/// Returns the memory of a view as a tensor.
 ///
 /// # Safety
 ///
@@ -40,7 +41,7 @@ pub(super) unsafe fn lend<'a>(shape: Shape, view: &View) -> PyResult<Lent<'a>> {
     }
 }
 
-/// The rows of a placement, sequence after sequence.
+/// Copies the rows of a placement to a tensor, sequence after sequence.
 ///
 /// # Safety
 ///
@@ -70,7 +71,7 @@ pub(super) unsafe fn gather(
     Ok(tensor)
 }
 
-/// Writes what [`gather`] would give to where it would take it from.
+/// Writes rows, in the order of [`gather`], to the places that [`gather`] would read them from.
 ///
 /// # Safety
 ///
@@ -85,7 +86,7 @@ pub(super) unsafe fn scatter(tensor: &Tensor, view: &View, placement: &Placement
     }
 }
 
-/// Writes those rows of a tensor without gaps that belong to a sequence.
+/// Writes those rows of a contiguous tensor that belong to some sequence.
 ///
 /// # Safety
 ///
@@ -105,7 +106,7 @@ pub(super) unsafe fn write_placed(tensor: &Tensor, to: &View, placement: &Placem
     }
 }
 
-/// Writes a tensor without gaps.
+/// Writes a contiguous tensor to a view.
 ///
 /// # Safety
 ///
@@ -119,7 +120,7 @@ pub(super) unsafe fn write(tensor: &Tensor, to: &View) {
     }
 }
 
-/// A tensor with the contents of a view, gaps included.
+/// Copies the contents of a view, keeping its strides.
 ///
 /// # Safety
 ///
@@ -133,13 +134,13 @@ pub(super) unsafe fn copy(shape: Shape, view: &View) -> PyResult<Tensor> {
     }
 }
 
-/// The vectors of a tensor without gaps.
+/// Returns the head vectors of a contiguous tensor, as bytes.
 pub(super) fn vectors(tensor: &Tensor) -> std::slice::ChunksExact<'_, u8> {
     let bytes = tensor.shape().dim * tensor.dtype().bytes();
     tensor.bytes().chunks_exact(bytes.max(1))
 }
 
-/// Writes the next vectors, one for each head, to a row of a view.
+/// Writes the next vectors, one for each head, to one row of a view.
 ///
 /// # Safety
 ///
@@ -156,14 +157,14 @@ pub(super) unsafe fn copy_row(
     }
 }
 
-/// The address of a vector.
+/// Returns the address of one head vector.
 pub(super) fn vector(view: &View, (entry, row): (usize, usize), head: usize) -> u64 {
     let [by_entry, by_row, by_head, _] = view.form.strides.map(|stride| stride as usize);
     let offset = entry * by_entry + row * by_row + head * by_head;
     view.address + (offset * view.form.dtype.bytes()) as u64
 }
 
-/// The numbers of a list.
+/// Copies the numbers of a list.
 ///
 /// # Safety
 ///
@@ -175,7 +176,7 @@ pub(super) unsafe fn list<T: Copy>(list: &Memory) -> PyResult<Vec<T>> {
     collect((0..count).map(|index| Ok(at(index))))
 }
 
-/// The numbers of a list that may not be there.
+/// Copies the numbers of an optional list.
 ///
 /// # Safety
 ///
@@ -185,7 +186,7 @@ pub(super) unsafe fn optional<T: Copy>(memory: Option<&Memory>) -> PyResult<Opti
     memory.map(|memory| unsafe { list(memory) }).transpose()
 }
 
-/// All values of a tensor in the order of its shape.
+/// Returns all values of a tensor in the order of its shape.
 pub(super) fn contents(tensor: &Tensor) -> PyResult<Vec<f32>> {
     let Shape { batch, length, heads, dim } = tensor.shape();
     let vectors = batch.saturating_mul(length).saturating_mul(heads);
@@ -199,13 +200,13 @@ pub(super) fn contents(tensor: &Tensor) -> PyResult<Vec<f32>> {
     Ok(values)
 }
 
-/// A tensor without gaps in f32.
+/// Converts a tensor to a contiguous one in f32.
 pub(super) fn wide(tensor: &Tensor) -> PyResult<Tensor> {
     Tensor::from_f32(DType::F32, tensor.shape(), &contents(tensor)?)
         .map_err(|error| error::library(error.into()))
 }
 
-/// A table without gaps of any element type.
+/// Reads a contiguous two-dimensional table of any floating-point type as f32.
 ///
 /// # Safety
 ///
@@ -218,7 +219,7 @@ pub(super) unsafe fn floats(table: &Memory, dtype: DType) -> PyResult<Vec<f32>> 
     contents(&unsafe { copy(shape, &View { address: table.address, form }) }?)
 }
 
-/// Memory at an address, which may be none where it is empty.
+/// Returns memory as a slice; the address may be anything if `count` is 0.
 ///
 /// # Safety
 ///

@@ -1,7 +1,7 @@
-//! Host memory, by the library's CPU back end.
+//! Calls on host memory, run by the library's CPU back end.
 //!
-//! Tensors are read in place, unless their elements are not aligned. Unlike a device, the host sees all
-//! lists: nonsense in them is refused.
+//! Tensors are read in place unless their elements are unaligned. Unlike on a device, the contents
+//! of all lists are visible here: entries out of range are refused.
 
 mod append;
 mod memory;
@@ -24,7 +24,7 @@ use crate::view::{Form, Memory, View};
 
 pub(crate) use self::append::append;
 
-/// Attention; waits for the answer.
+/// Computes attention and waits for the result.
 ///
 /// # Safety
 ///
@@ -53,7 +53,8 @@ pub(crate) unsafe fn attend(
     Ok(result.report)
 }
 
-/// Gradients of attention; waits for them. Rows of keys that no sequence has are not written.
+/// Computes the gradients of attention and waits for them. Key and value rows that belong to no
+/// sequence are not written.
 ///
 /// # Safety
 ///
@@ -96,8 +97,8 @@ pub(crate) unsafe fn differentiate(
     unsafe { with_inputs(&call.request, problem, run) }
 }
 
-/// Hands the tensors of a call to `run`, with the problem that they pose, and the placement of its keys
-/// where sequences have lengths of their own.
+/// Calls `run` with the tensors of a call, the problem that they pose, and the placement of the
+/// keys if sequences have lengths of their own.
 ///
 /// # Safety
 ///
@@ -139,7 +140,7 @@ unsafe fn with_inputs<T>(
     run(&problem, inputs, Some(sequences.keys()))
 }
 
-/// Where the queries and the keys of a call are.
+/// Returns where the queries and the keys of each sequence are stored.
 ///
 /// # Safety
 ///
@@ -179,7 +180,7 @@ unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placemen
     Ok((queries, keys))
 }
 
-/// Puts parts together; log-sum-exps go to (batch, heads, length).
+/// Combines partial results; log-sum-exps are written as (batch, heads, length).
 ///
 /// # Safety
 ///
@@ -201,7 +202,7 @@ pub(crate) unsafe fn combine(
         // SAFETY: the caller's promise.
         let (tensor, sums) =
             unsafe { (copy(shape, part)?, copy(Shape::new(batch, heads, length, 1), &sums)?) };
-        // Sums are rounded once, to what is asked for.
+        // Combined in f32 unless the types agree, so that the result is rounded only once.
         let tensor = if part.form.dtype == parts.dtype { tensor } else { wide(&tensor)? };
         tensors.push((tensor, contents(&sums)?));
     }

@@ -1,4 +1,5 @@
-//! Where sequences lie, by lists that are looked at before they are believed.
+//! Where the rows of each sequence are stored, from the caller's lists, whose entries are checked
+//! first.
 
 use flashcore::serving::{Pages, Placement};
 use pyo3::exceptions::PyValueError;
@@ -8,7 +9,7 @@ use crate::boundary::collect;
 use crate::error;
 use crate::view::Form;
 
-/// Rows of queries, or of new keys, padded or packed.
+/// The rows of queries or of new keys, padded or packed, of `count` sequences.
 pub(super) struct Rows<'a> {
     pub(super) name: &'a str,
     pub(super) form: &'a Form,
@@ -16,8 +17,8 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Where they are. Starts and lengths come with their names, and so does the most of a
-    /// sequence.
+    /// Returns where the rows are. Cumulative lengths, lengths and the maximum length come with
+    /// their argument names.
     pub(super) fn placement(
         &self,
         (starts_name, starts): (&str, Option<Vec<i32>>),
@@ -69,8 +70,8 @@ impl Rows<'_> {
     }
 }
 
-/// Where sequences of these lengths are in a cache, by its list of batch entries or its table of
-/// pages; names are of the cache, the list and the table.
+/// Returns where sequences of these lengths are in a cache, by its list of batch entries or its
+/// page table. The names are those of the cache, the list and the table.
 pub(super) fn in_cache(
     form: &Form,
     ends: Vec<usize>,
@@ -93,7 +94,7 @@ pub(super) fn in_cache(
                 return Err(outside(table, sequence, *given));
             }
         }
-        // What is behind a sequence's end may be anything.
+        // Page entries beyond the end of a sequence may hold anything.
         let pages = collect(pages.into_iter().map(|page| Ok(page.max(0) as u32)))?;
         let pages = Pages::new(size, columns, pages).map_err(error::value)?;
         return Ok(Placement::paged(ends, pages));
@@ -108,7 +109,7 @@ pub(super) fn in_cache(
     Ok(Placement::entries(ends, entries))
 }
 
-/// A list of lengths, each at most what there is room for.
+/// Checks a list of lengths, each against the room of its sequence.
 pub(super) fn lengths_within(
     name: &str,
     lengths: &[i32],
@@ -125,7 +126,7 @@ pub(super) fn lengths_within(
     collect(lengths.iter().enumerate().map(check))
 }
 
-/// A list of equal lengths.
+/// Returns a list of equal lengths.
 pub(super) fn repeated(length: usize, count: usize) -> PyResult<Vec<usize>> {
     collect((0..count).map(|_| Ok(length)))
 }

@@ -1,4 +1,4 @@
-//! What a kernel is called with, and what it answers: slots of 64 bits.
+//! The arguments and results of a dispatcher kernel: slots of 64 bits.
 
 use std::ffi::c_void;
 use std::ptr::{NonNull, null};
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use super::{Handle, Stable, Tensor, done};
 use crate::error;
 
-/// A result.
+/// A result of a kernel.
 pub(crate) enum Value {
     Tensor(Tensor),
     Whole(i64),
@@ -19,7 +19,7 @@ pub(crate) enum Value {
 impl Value {
     pub(super) fn slot(self) -> u64 {
         match self {
-            // PyTorch's from here on.
+            // Ownership passes to PyTorch.
             Value::Tensor(tensor) => std::mem::ManuallyDrop::new(tensor).handle.as_ptr() as u64,
             Value::Whole(number) => number as u64,
             Value::List(list) => list as u64,
@@ -109,7 +109,7 @@ impl Arguments<'_> {
         }
     }
 
-    /// What may be missing is behind a pointer to a slot of its own.
+    /// Reads an optional argument, which is a pointer to a heap-allocated slot, or null.
     fn optional(&mut self) -> Option<u64> {
         let slot = NonNull::new(self.slot() as *mut u64)?;
         // SAFETY: one number, made by C++'s `new` for us.

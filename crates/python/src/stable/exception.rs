@@ -1,9 +1,9 @@
-//! Calls that fail: PyTorch's exceptions, thrown as C++ throws them.
+//! Failing calls: throwing PyTorch's C++ exceptions.
 //!
-//! The interface has no way to say that a kernel failed but C++'s: an exception, of one of PyTorch's classes,
-//! which becomes Python's. It is made by the functions that C++ compilers call for `throw`, and thrown when
-//! nothing of ours is left on the stack: a library that was linked with an unwinder of its own, as those for
-//! old systems are, must not be walked through by another one.
+//! A kernel can only report failure by throwing a C++ exception of one of PyTorch's classes, which
+//! becomes Python's. The exception object is made by the runtime functions that C++ compilers call
+//! for `throw`, and thrown after all of our frames have returned: a library linked with an unwinder
+//! of its own, as builds for old systems are, must not be unwound through by another one.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -15,8 +15,8 @@ use pyo3::prelude::*;
 
 use super::function;
 
-/// A kernel from the function that answers its calls: calls that, and where it failed leaves the stack as
-/// PyTorch has it and goes on in C++'s `throw`, which never comes back.
+/// Defines a kernel around the function that answers its calls: calls it and, if it failed,
+/// restores the stack and tail-calls C++'s `throw`, which never returns.
 macro_rules! kernel {
     ($name:ident, $answer:path) => {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -38,7 +38,7 @@ macro_rules! kernel {
             )
         }
 
-        /// Not registered: there is no such code for this machine yet.
+        /// Never registered: this target has no such assembly yet.
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
         unsafe extern "C" fn $name(slots: *mut u64, arguments: u64, _: u64) {
             // SAFETY: as PyTorch calls it.
@@ -48,8 +48,8 @@ macro_rules! kernel {
 }
 pub(crate) use kernel;
 
-/// Of a call that failed: the arguments of C++'s `throw`, and that function, in the order in which
-/// [`kernel`] reads them.
+/// The arguments of C++'s `__cxa_throw` and that function itself, in the order in which [`kernel`]
+/// reads them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Failed {
@@ -60,23 +60,24 @@ pub(crate) struct Failed {
 }
 
 thread_local! {
-    /// The call of this thread that failed last.
+    /// The last failed call of this thread.
     static FAILED: Cell<Failed> = const {
         Cell::new(Failed { object: null_mut(), class: null(), destroy, throw: null() })
     };
 }
 
-/// What it takes to throw PyTorch's exceptions. The names spell the signatures; of the classes nothing
-/// is known but that they end with those of `c10::Error`.
+/// The functions and type infos for throwing PyTorch's exceptions. The mangled names give the
+/// signatures; the classes are only known to derive from `c10::Error`, without fields of their own.
 pub(super) struct Cxx {
     pub(super) delete: unsafe extern "C" fn(*mut c_void),
     allocate: unsafe extern "C" fn(usize) -> *mut c_void,
     throw: *const c_void,
     new_string: unsafe extern "C" fn(*mut StdString, *const u8, usize, *const u8),
     drop_string: unsafe extern "C" fn(*mut StdString),
-    /// The message, a backtrace that may be null, and whose it is.
+    /// Constructs a `c10::Error` from the message, a backtrace that may be null, and the caller's
+    /// address.
     new_error: unsafe extern "C" fn(*mut c_void, *mut StdString, *mut [u64; 2], *const c_void),
-    /// What says which class an exception is of.
+    /// Type infos of the exception classes.
     error: Class,
     value: Class,
     kind: Class,
@@ -92,7 +93,7 @@ unsafe impl Sync for Cxx {}
 type Class = *const c_void;
 type StdString = [u64; 4];
 
-/// More than an exception of PyTorch's takes.
+/// An upper bound on the size of PyTorch's exceptions.
 const EXCEPTION_BYTES: usize = 1024;
 
 impl Cxx {
@@ -100,7 +101,7 @@ impl Cxx {
     ///
     /// The library must be PyTorch's.
     pub(super) unsafe fn find(library: &Library) -> Option<Cxx> {
-        // SAFETY: names of C++, which spell the signatures, and those of its runtime.
+        // SAFETY: mangled C++ names, which give the signatures, and names of the C++ runtime.
         unsafe {
             let class = |name: &CStr| function::<*const c_void>(library, name);
             let error = class(c"_ZTIN3c105ErrorE")?;
@@ -129,7 +130,7 @@ impl Cxx {
         }
     }
 
-    /// An error as an exception of PyTorch's, with its text, that is to be thrown.
+    /// Makes a PyTorch exception, ready to be thrown, from a Python error.
     #[cold]
     pub(super) fn fail(&self, error: &PyErr) -> *const Failed {
         let (class, text) = Python::try_attach(|py| {
@@ -159,7 +160,7 @@ impl Cxx {
     }
 }
 
-/// Destroys an exception: its destructor is the first of its virtual functions.
+/// Destroys an exception by its virtual destructor, the first entry of its vtable.
 unsafe extern "C" fn destroy(object: *mut c_void) {
     type Destructor = unsafe extern "C" fn(*mut c_void);
     // SAFETY: C++'s runtime calls it with what was thrown, an object with virtual functions.

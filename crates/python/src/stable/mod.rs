@@ -1,10 +1,10 @@
-//! PyTorch's stable C interface: how kernels that are not C++ join its dispatcher.
+//! PyTorch's stable C interface, by which kernels that are not written in C++ join its dispatcher.
 //!
-//! PyTorch's headers `stable/c/shim.h` and `aoti_torch/c/shim.h` describe it. Nothing is linked: the
-//! functions are looked up in the PyTorch that was imported, from the version on that has them all.
+//! PyTorch's headers `stable/c/shim.h` and `aoti_torch/c/shim.h` describe it. Nothing is linked:
+//! the functions are looked up in the imported PyTorch, if its version has them all.
 //!
-//! A kernel gets its arguments in slots of 64 bits, in the order of the operator's schema, and owns
-//! them; its results go to the first slots. Where it fails, it throws (`exception`).
+//! A kernel gets its arguments in 64-bit slots, in the order of the operator's schema, and owns
+//! them; it writes its results to the first slots. If it fails, it throws (`exception`).
 
 mod arguments;
 mod exception;
@@ -29,21 +29,20 @@ pub(crate) use self::arguments::{Arguments, Value};
 pub(crate) use self::exception::{Failed, kernel};
 pub(crate) use self::tensor::Tensor;
 
-/// The version that the interface is used from, as PyTorch writes it: 2.11.
+/// The first version whose interface is used, in PyTorch's encoding: 2.11.
 const VERSION: u64 = (2 << 56) | (11 << 48);
 
-/// What PyTorch calls with the slots, how many arguments there are, and how many results it wants: see
-/// [`kernel`].
+/// A kernel as PyTorch calls it: slots, number of arguments, number of results. See [`kernel`].
 pub(crate) type Kernel = unsafe extern "C" fn(*mut u64, u64, u64);
 
-/// Zero if all went well; else PyTorch has logged why.
+/// Zero on success; otherwise PyTorch has logged the reason.
 type Code = i32;
-/// A tensor of PyTorch's, or a list of kernels.
+/// An opaque handle of PyTorch's: a tensor, a list, a string or a library of kernels.
 type Handle = *mut c_void;
 type Ask<T> = unsafe extern "C" fn(Handle, *mut T) -> Code;
 type Number = unsafe extern "C" fn() -> i32;
 
-/// The functions.
+/// The functions of the interface, and PyTorch's numbers for types and devices.
 pub(crate) struct Stable {
     data: Ask<*const c_void>,
     dimensions: Ask<i64>,
@@ -70,26 +69,26 @@ pub(crate) struct Stable {
         unsafe extern "C" fn(*const c_char, *const c_char, *const c_char, u32, *mut Handle) -> Code,
     add_kernel: unsafe extern "C" fn(Handle, *const c_char, Kernel, u64) -> Code,
     drop_library: unsafe extern "C" fn(Handle) -> Code,
-    /// Not in a PyTorch that was built without CUDA.
+    /// Absent in a PyTorch built without CUDA.
     stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
-    /// CUDA's, of the runtime that PyTorch has: which device is current on this thread.
+    /// `cudaGetDevice` of the CUDA runtime that PyTorch loaded: this thread's current device.
     device: Option<unsafe extern "C" fn(*mut i32) -> Code>,
-    /// Whether autograd records at all.
+    /// Returns whether grad mode is on.
     grad_enabled: unsafe extern "C" fn() -> bool,
-    /// How many modes want to see operators before they run.
+    /// Returns the number of active `__torch_dispatch__` modes.
     modes: unsafe extern "C" fn() -> i64,
-    /// A new object of Python's for a tensor.
+    /// Makes a Python object for a tensor.
     wrap: unsafe extern "C" fn(Handle) -> *mut ffi::PyObject,
-    /// Makes a handle that of an object's tensor, and whether it is one.
+    /// Points a handle to the tensor of a Python object; returns whether the object is one.
     unwrap: unsafe extern "C" fn(Handle, *mut ffi::PyObject, bool) -> bool,
-    /// Whether objects of Python's have their handles right behind what all objects begin with.
+    /// Whether a Python tensor object holds its handle directly behind the `PyObject` header.
     begin_with_handle: OnceLock<bool>,
-    /// Whether a tensor stands for the negative of what is in its memory.
+    /// Returns whether a tensor has the negative bit: it stands for the negative of its memory.
     negative: unsafe extern "C" fn(Handle) -> bool,
-    /// PyTorch's settings, and whether they ask for the same bits every time.
+    /// PyTorch's global settings, and whether they ask for deterministic algorithms.
     settings: unsafe extern "C" fn() -> *const c_void,
     deterministic: unsafe extern "C" fn(*const c_void) -> bool,
-    /// PyTorch's numbers for element types, devices and ways to lie in memory.
+    /// PyTorch's numbers for element types, devices and memory formats.
     dtypes: [(i32, Element); 13],
     uint64: i32,
     cpu: i32,
@@ -101,7 +100,7 @@ pub(crate) struct Stable {
 static STABLE: OnceLock<Option<Stable>> = OnceLock::new();
 
 impl Stable {
-    /// The interface of the PyTorch whose extension module is this file, if it has all of it.
+    /// Returns the interface of the PyTorch whose extension module is this file, if it is complete.
     pub(crate) fn of(file: &str) -> Option<&'static Stable> {
         STABLE.get_or_init(|| Stable::find(file)).as_ref()
     }
@@ -110,9 +109,9 @@ impl Stable {
         if cfg!(not(all(target_arch = "x86_64", target_os = "linux"))) {
             return None;
         }
-        // SAFETY: it is there already, with all that it needs: nothing is initialised.
+        // SAFETY: the library is already loaded with its dependencies: no initialiser runs.
         let library = unsafe { Library::new(file) }.ok()?;
-        // It stays, as PyTorch does.
+        // Leaked: PyTorch stays loaded too.
         let library: &'static Library = Box::leak(Box::new(library));
         // SAFETY: the signature that PyTorch's headers say, here and below.
         let version: unsafe extern "C" fn() -> u64 =
@@ -191,7 +190,7 @@ impl Stable {
         }
     }
 
-    /// Makes kernels those of a namespace's operators for a dispatch key, until they are
+    /// Registers kernels for the operators of a namespace under a dispatch key, until they are
     /// [removed](Stable::remove).
     pub(crate) fn register(
         &self,
@@ -220,13 +219,13 @@ impl Stable {
         Ok(library as usize)
     }
 
-    /// Gives operators back to the kernels that they had before.
+    /// Removes registered kernels: the operators get back those that they had before.
     pub(crate) fn remove(&self, library: usize) {
         // SAFETY: it was made by `register`, whose caller removes it once.
         let _ = unsafe { (self.drop_library)(library as Handle) };
     }
 
-    /// A tensor whose memory is not written yet, with strides of its own.
+    /// Allocates an uninitialised tensor with the given strides.
     pub(crate) fn make(
         &'static self,
         sizes: &[i64],
@@ -240,7 +239,7 @@ impl Stable {
         self.empty(sizes, strides, dtype, place)
     }
 
-    /// A tensor of PyTorch's `uint64`.
+    /// Allocates a tensor of PyTorch's type `uint64`.
     pub(crate) fn make_words(&'static self, sizes: &[i64], place: Place) -> PyResult<Tensor> {
         self.empty(sizes, &[1][..sizes.len().min(1)], self.uint64, place)
     }
@@ -268,7 +267,7 @@ impl Stable {
         }
     }
 
-    /// No tensor, where a result must be one.
+    /// Returns an undefined tensor, for results that are not used.
     pub(crate) fn undefined(&'static self) -> PyResult<Tensor> {
         let mut handle = null_mut();
         // SAFETY: writes one handle.
@@ -276,7 +275,7 @@ impl Stable {
         self.tensor(handle)
     }
 
-    /// A result of several tensors.
+    /// Makes a result that is a list of tensors.
     pub(crate) fn list(&self, tensors: Vec<Tensor>) -> PyResult<Value> {
         let mut list = null_mut();
         // SAFETY: writes one handle.
@@ -297,7 +296,7 @@ impl Stable {
         }
     }
 
-    /// The stream on which PyTorch's work goes now.
+    /// Returns PyTorch's current stream on a device.
     pub(crate) fn stream(&self, ordinal: u32) -> PyResult<u64> {
         let Some(function) = self.stream else {
             return Err(error::runtime("this PyTorch was built without CUDA"));
@@ -309,7 +308,7 @@ impl Stable {
         Ok(stream as u64)
     }
 
-    /// Whether a CUDA device is this thread's, as far as CUDA knows.
+    /// Returns whether a device is the CUDA runtime's current device of this thread.
     pub(crate) fn is_current(&self, ordinal: u32) -> bool {
         let Some(function) = self.device else { return false };
         let mut index = -1;
@@ -318,20 +317,19 @@ impl Stable {
         asked == 0 && u32::try_from(index) == Ok(ordinal)
     }
 
-    /// Whether autograd records anything on this thread.
+    /// Returns whether grad mode is on for this thread.
     pub(crate) fn is_grad_enabled(&self) -> bool {
         // SAFETY: asks for a flag of the thread's.
         unsafe { (self.grad_enabled)() }
     }
 
-    /// How many modes want to see operators before they run on this thread.
+    /// Returns the number of `__torch_dispatch__` modes active on this thread.
     pub(crate) fn modes(&self) -> usize {
         // SAFETY: asks for a number of the thread's.
         unsafe { (self.modes)() as usize }
     }
 
-    /// Whether one of some tensors, objects of Python's, is a view that stands for the negative of what is
-    /// in its memory.
+    /// Returns whether any of these Python tensor objects has the negative bit.
     pub(crate) fn is_any_negative<'a, 'py: 'a>(
         &'static self,
         objects: impl Iterator<Item = &'a Bound<'py, PyAny>>,
@@ -350,9 +348,10 @@ impl Stable {
         }))
     }
 
-    /// The handle that an object of PyTorch's class of tensors has itself. To ask that one spares taking
-    /// hold of the tensor and letting go of it, each of which asks Python in turn. None where this PyTorch
-    /// has it elsewhere than behind what all objects begin with, which the first object tells.
+    /// Returns the handle stored inside a Python tensor object. Using it avoids acquiring and
+    /// releasing a reference to the tensor, each of which calls into Python. Returns None if this
+    /// PyTorch does not store the handle directly behind the `PyObject` header, which is found out
+    /// with the first object.
     fn handle_of(&'static self, object: &Bound<'_, PyAny>) -> Option<Handle> {
         let here = object.as_ptr().cast::<u8>().wrapping_add(size_of::<ffi::PyObject>()).cast();
         let found = self.begin_with_handle.get_or_init(|| {
@@ -368,13 +367,13 @@ impl Stable {
         found.then_some(here)
     }
 
-    /// Whether [`whereabouts`](Stable::whereabouts) has an answer for such objects.
+    /// Returns whether [`whereabouts`](Stable::whereabouts) works for objects like this one.
     pub(crate) fn knows_handles(&'static self, object: &Bound<'_, PyAny>) -> bool {
         self.handle_of(object).is_some()
     }
 
-    /// Where the elements of a CUDA tensor are, an object of PyTorch's class of tensors, and on which
-    /// device. None where this PyTorch has to be asked in another way.
+    /// Returns the address and the device of a CUDA tensor object. None if this PyTorch must be
+    /// asked in another way.
     pub(crate) fn whereabouts(&'static self, object: &Bound<'_, PyAny>) -> Option<(u64, Place)> {
         let handle = self.handle_of(object)?;
         let (mut index, mut data) = (-1, null());
@@ -385,14 +384,14 @@ impl Stable {
         (asked == 0).then_some((data as u64, place))
     }
 
-    /// Whether PyTorch was told to give the same bits every time.
+    /// Returns whether PyTorch's deterministic algorithms are on.
     pub(crate) fn is_deterministic(&self) -> bool {
         // SAFETY: PyTorch's settings, which it keeps.
         unsafe { (self.deterministic)((self.settings)()) }
     }
 
-    /// Answers PyTorch's call of a kernel: null, or why it failed, to be read before anything else is
-    /// called on this thread.
+    /// Runs a kernel that PyTorch called: returns null, or the failure, which must be read before
+    /// anything else is called on this thread.
     ///
     /// # Safety
     ///
@@ -419,7 +418,7 @@ impl Stable {
     }
 }
 
-/// Why PyTorch makes no tensor whose sizes were those of others.
+/// Makes the error for a failed allocation of PyTorch's.
 #[cold]
 fn no_memory(sizes: &[i64], place: Place) -> PyErr {
     PyMemoryError::new_err(format!(
@@ -427,7 +426,7 @@ fn no_memory(sizes: &[i64], place: Place) -> PyErr {
     ))
 }
 
-/// Whether PyTorch did what it was asked for.
+/// Converts a return code to an error.
 fn done(code: Code, what: impl FnOnce() -> String) -> PyResult<()> {
     match code {
         0 => Ok(()),
@@ -435,7 +434,7 @@ fn done(code: Code, what: impl FnOnce() -> String) -> PyResult<()> {
     }
 }
 
-/// A function by its name.
+/// Looks up a function by its name.
 ///
 /// # Safety
 ///

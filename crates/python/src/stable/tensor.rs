@@ -1,4 +1,4 @@
-//! PyTorch's tensors: what they are, and new ones like them.
+//! PyTorch's tensors through the stable interface: reading them and allocating others like them.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{NonNull, null, null_mut};
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::{Ask, Handle, Stable, VERSION, done, no_memory};
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
 
-/// A reference to one of PyTorch's tensors.
+/// An owned reference to a PyTorch tensor.
 pub(crate) struct Tensor {
     pub(super) handle: NonNull<c_void>,
     pub(super) torch: &'static Stable,
@@ -30,7 +30,7 @@ impl Tensor {
         Ok(answer)
     }
 
-    /// What the tensor is.
+    /// Reads the memory of the tensor.
     pub(crate) fn read(&self, name: &str) -> PyResult<Memory> {
         let torch = self.torch;
         let dimensions = self.ask(name, torch.dimensions, 0)?.max(0) as usize;
@@ -71,41 +71,43 @@ impl Tensor {
         })
     }
 
-    /// Where its elements are.
+    /// Returns the address of its elements.
     pub(crate) fn address(&self) -> PyResult<u64> {
         Ok(self.ask("a tensor", self.torch.data, null())? as u64)
     }
 
-    /// The tensor as Python has it.
+    /// Returns the tensor as a Python object.
     pub(crate) fn object<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         // SAFETY: a tensor; the answer is an object that is ours, or null with an exception set.
         unsafe { Bound::from_owned_ptr_or_err(py, (self.torch.wrap)(self.handle.as_ptr())) }
     }
 
-    /// Zeros everywhere.
+    /// Fills the tensor with zeros.
     pub(crate) fn clear(&self, name: &str) -> PyResult<()> {
         // SAFETY: a tensor of ours.
         done(unsafe { (self.torch.zero)(self.handle.as_ptr()) }, || format!("clear {name}"))
     }
 
-    /// A tensor that lies as this one does, or without gaps where it has some: PyTorch's `empty_like`.
+    /// Allocates a tensor like PyTorch's `empty_like`: with the same layout if it is dense,
+    /// otherwise without gaps.
     pub(crate) fn like(&self, memory: &Memory) -> PyResult<Tensor> {
         match memory.is_dense() {
             true => {
                 let Memory { element, place, .. } = *memory;
                 self.torch.make(memory.sizes(), memory.strides(), element, place)
             }
-            // The dispatcher costs more, and knows in what order.
+            // Slower, through the dispatcher, which knows the order of dimensions that `empty_like`
+            // promises.
             false => self.call(c"aten::empty_like", memory, [0; 5]),
         }
     }
 
-    /// A copy without gaps.
+    /// Returns a contiguous copy.
     pub(crate) fn contiguous(&self, memory: &Memory) -> PyResult<Tensor> {
         self.call(c"aten::contiguous", memory, [self.torch.contiguous as u32 as u64])
     }
 
-    /// An operator of this tensor and of what comes behind it, which makes one of the same sizes.
+    /// Calls an operator on this tensor and further arguments; its result has the same sizes.
     fn call<const OTHERS: usize>(
         &self,
         name: &CStr,
@@ -113,7 +115,7 @@ impl Tensor {
         others: [u64; OTHERS],
     ) -> PyResult<Tensor> {
         const SLOTS: usize = 8;
-        // The dispatcher owns its arguments.
+        // The dispatcher takes ownership of its arguments.
         let handle = self.ask("a tensor", self.torch.copy_handle, null_mut())?;
         let mut slots = [0; SLOTS];
         slots[0] = handle as u64;
