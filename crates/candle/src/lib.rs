@@ -22,8 +22,8 @@
 //! ```
 //!
 //! [`attend_sequences`] does the same for sequences of unequal lengths: ragged batches, caches and
-//! paged caches, as in an inference engine. [`append`] writes new keys and values into such a
-//! cache, and [`combine`] merges attention over parts of the keys.
+//! paged caches, as in an inference engine. [`append()`] writes new keys and values into such a
+//! cache, and [`combine()`] merges attention over parts of the keys.
 //!
 //! The functions of [`candle_flash_attn`] have the names, arguments and meaning of those in the
 //! crate of that name, so that a program only changes its import; they also work on the CPU.
