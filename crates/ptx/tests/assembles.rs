@@ -1,12 +1,12 @@
-//! What validates, assembles: every instruction form, on every target.
+//! Every valid program assembles: every instruction form, on every target.
 
 mod common;
 
 use common::{forms, refused};
 use flashcore_ptx::{Builder, Role, Target, U32, print};
 
-/// Each form alone, for the lowest target that has it: the PTX version that
-/// the printer chose must know it.
+/// Each form alone, for the lowest target that has it: the PTX version that the printer chooses
+/// must support it.
 #[test]
 fn every_form_alone_on_its_lowest_target() {
     let mut programs = Vec::new();
@@ -17,8 +17,7 @@ fn every_form_alone_on_its_lowest_target() {
             None => nowhere.push(form.name),
         }
     }
-    // The enumeration also asks for combinations that do not exist; that the
-    // validator refuses them is half of the promise.
+    // The enumeration includes combinations that do not exist, which the validator must refuse.
     assert!(programs.len() > 700, "only {} forms are valid", programs.len());
     assert!(nowhere.len() > 300, "only {} combinations are refused", nowhere.len());
     let messages = refused(&programs);
@@ -55,7 +54,7 @@ fn versions_are_low() {
     assert_eq!(version("wgmma by a predicate", Target::SM_90A), ".version 8.0");
 }
 
-/// Whatever a name may be, it stays a comment.
+/// Names are printed as comments, and no name can end its comment.
 #[test]
 fn odd_names_are_comments() {
     let names = ["", "a \\", "*/", "/* begun", "quoted \"", "};", "a // b, c"];

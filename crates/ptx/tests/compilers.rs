@@ -1,4 +1,4 @@
-//! What older compilers are told, and that it helps them.
+//! The adaptation of programs to older compilers, and its effect.
 
 mod common;
 
@@ -7,7 +7,8 @@ use std::borrow::Cow;
 use cuda::toolkit::{Options, Toolkit};
 use flashcore_ptx::*;
 
-/// A role that adds up products in a loop; the first does not add, by a predicate.
+/// Returns a program with a role that accumulates products in a loop, in which a predicate keeps
+/// the first product from accumulating.
 fn sums() -> Program {
     let mut k = Builder::new("sums", Target::SM_90A, 256).blocks_per_multiprocessor(1);
     let out = k.parameter::<GlobalAddress>("out");
@@ -65,7 +66,7 @@ fn an_undefined_accumulator_begins_with_zeros() {
     assert!(place("setmaxnreg") < place(", 0f00000000;"));
     assert!(place("role consumer") < place(", 0f00000000;"));
     assert!(place(", 0f00000000;") < place("$loop_"));
-    // Once is enough, and what begins by itself is left alone.
+    // An adapted program is not adapted again, and other programs are left alone.
     assert!(matches!(Compiler::Older.adapt(&adapted), Cow::Borrowed(_)));
     for form in common::forms::all() {
         if let Ok(program) = form.program(Target::SM_90A) {
@@ -74,7 +75,8 @@ fn an_undefined_accumulator_begins_with_zeros() {
     }
 }
 
-/// The note that a compiler makes of products one by one is there without, and not with.
+/// Without the adaptation an older compiler notes that it serialises products; with it, it does
+/// not.
 #[test]
 fn older_compilers_do_not_serialise_it() {
     let Some(toolkit) = Toolkit::for_tests() else { return };

@@ -1,8 +1,8 @@
-//! What the validator refuses, and what it says.
+//! Programs that the validator refuses, and its messages.
 
 use flashcore_ptx::*;
 
-/// What is wrong with the kernel that `write` writes, the place left out.
+/// Returns the validator's message about the kernel that `write` writes, without the place.
 fn fault_on(target: Target, write: impl FnOnce(&mut Builder)) -> String {
     let mut k = Builder::new("kernel", target, 128);
     write(&mut k);
@@ -17,7 +17,7 @@ fn fault(write: impl FnOnce(&mut Builder)) -> String {
     fault_on(Target::SM_90A, write)
 }
 
-/// Two tiles that can be multiplied.
+/// Returns two tiles that can be multiplied.
 fn tiles(k: &mut Builder) -> (SharedTile, SharedTile) {
     let layout = TileLayout::widest(Element::BF16, 64, 64);
     (SharedTiles::new(k, "a", layout, 1).at(k, 0), SharedTiles::new(k, "b", layout, 1).at(k, 0))
@@ -125,7 +125,7 @@ fn assignment_on_every_path() {
         }),
         "register 1 (U32) is read but not written on every path"
     );
-    // Both branches write it, and so does every way out of the loop.
+    // Both branches write the register, and so does every path out of the loop.
     let mut k = Builder::new("fine", Target::SM_75, 32);
     let thread = k.thread_index();
     let x = k.register::<U32>();
@@ -161,8 +161,8 @@ fn register_budgets() {
         k.finish().map(|_| ()).map_err(|invalid| invalid.fault.to_string())
     };
     assert_eq!(roles(24, 240), Ok(()));
-    // 168 for each thread at entry: the 1,024 that the multiprocessor has beyond them are nobody's, and
-    // who asked for them would wait for ever.
+    // With 168 registers per thread at entry, the remaining 1,024 of the multiprocessor do not
+    // belong to the block, and a warp that requested them would wait forever.
     assert_eq!(
         roles(32, 240),
         Err("the roles hold 65536 registers, the block has 64512".to_owned())
@@ -198,7 +198,7 @@ fn products_in_flight() {
         })
         .contains("is never waited for")
     );
-    // The fence that `wgmma` puts first is taken away.
+    // The fence that `wgmma` issues first is removed.
     let mut k = Builder::new("k", Target::SM_90A, 128);
     let (a, b) = tiles(&mut k);
     let mut o = Accumulator::zeros(&mut k, 64);
@@ -208,7 +208,7 @@ fn products_in_flight() {
     let text = validate(&program).unwrap_err().fault.to_string();
     assert!(text.contains("was touched after the last wgmma.fence"), "{text}");
 
-    // Left in flight by a loop, and touched at its next pass.
+    // A product is left in flight by a loop iteration and touched in the next.
     assert!(
         fault(|k| {
             let (a, b) = tiles(k);
@@ -223,7 +223,7 @@ fn products_in_flight() {
         })
         .contains("which has not been waited for")
     );
-    // One more in flight on one path than on the other: a wait counts from the newest.
+    // One path has one product more in flight than the other, and a wait counts from the newest.
     assert!(
         fault(|k| {
             let (a, b) = tiles(k);
@@ -239,7 +239,7 @@ fn products_in_flight() {
         })
         .contains("which has not been waited for")
     );
-    // A loop that leaves one in flight around its end and waits for it in time.
+    // A loop leaves a product in flight at the end of an iteration and waits for it in time.
     let mut k = Builder::new("fine", Target::SM_90A, 128);
     let (a, b) = tiles(&mut k);
     let thread = k.thread_index();
@@ -255,7 +255,7 @@ fn products_in_flight() {
     });
     k.wait_products(0);
     k.finish().unwrap();
-    // Two in flight, waited for one after the other, is what attention does.
+    // Two products in flight, waited for one after the other, as in attention.
     let mut k = Builder::new("fine", Target::SM_90A, 128);
     let (a, b) = tiles(&mut k);
     k.for_range(0, 4, 1, |k, _| {
@@ -318,8 +318,8 @@ fn tiles_that_do_not_fit() {
     );
 }
 
-/// Numbers that no hardware has are refused with a message, without a panic, a
-/// walk that does not end or memory that nobody has.
+/// Numbers that no hardware supports are refused with a message, without a panic, an endless loop
+/// or a huge allocation.
 #[test]
 fn numbers_that_cannot_be() {
     const MOST: u32 = u32::MAX;
@@ -419,7 +419,7 @@ fn numbers_that_cannot_be() {
     assert!(k.finish().unwrap_err().to_string().starts_with("a block of 4294967295 threads"));
 }
 
-/// Constants that their type cannot hold, and expressions that nest without end.
+/// Constants that their type cannot hold, and expressions that are nested too deeply.
 #[test]
 fn values_that_cannot_be() {
     let text = fault(|k| {
@@ -453,7 +453,7 @@ fn names_that_are_more_than_a_line() {
     }
 }
 
-/// A target that no assembler knows.
+/// Targets that no assembler supports.
 #[test]
 fn targets_that_are_not_there() {
     let specific = |architecture| Target { architecture, specific: true };
@@ -464,8 +464,8 @@ fn targets_that_are_not_there() {
     }
 }
 
-/// A loop that starts one product more at each pass and waits for none of them:
-/// the walk through it comes to an end.
+/// The validator's analysis terminates for a loop that issues one more product in each iteration
+/// and waits for none.
 #[test]
 fn a_loop_that_only_starts_products() {
     let write = |k: &mut Builder| {
@@ -491,7 +491,7 @@ fn a_loop_that_only_starts_products() {
         })
         .contains("which has not been waited for")
     );
-    // A product of one kernel, waited for in another.
+    // A product of one kernel is waited for in another.
     let mut other = Builder::new("other", Target::SM_90A, 128);
     let (a, b) = tiles(&mut other);
     let product = other.wgmma(a.matrix(), b.transposed());

@@ -1,4 +1,4 @@
-//! What validates, assembles: random programs.
+//! Every valid program assembles: random programs.
 
 mod common;
 
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
 proptest! {
-    // The same programs every time; PROPTEST_RNG_SEED tries others.
+    // Every run has the same programs; PROPTEST_RNG_SEED selects others.
     #![proptest_config(ProptestConfig {
         cases: 48,
         failure_persistence: None,
@@ -21,7 +21,7 @@ proptest! {
     fn random_programs_assemble(trees in prop::collection::vec(tree::tree(24), 1..12)) {
         let target = Target::SM_90A;
         let forms = forms::all();
-        // Tensor maps are parameters: a few programs would have too many.
+        // Each tensor map is a parameter, and some programs would have too many.
         let usable: Vec<&Form> = forms
             .iter()
             .filter(|form| !form.name.starts_with("tensor") && form.program(target).is_ok())
@@ -29,7 +29,7 @@ proptest! {
         let mut scene = Scene::new(target);
         tree::write(&mut scene, &usable, &trees);
         let program = scene.k.finish();
-        // Every piece is valid, so the whole is.
+        // Every piece is valid, so the whole program must be.
         let program = program.unwrap_or_else(|invalid| panic!("{invalid}"));
         let messages = common::refused(&[("random".to_owned(), program)]);
         prop_assert!(messages.is_empty(), "{}", messages.join("\n"));

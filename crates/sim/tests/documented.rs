@@ -1,4 +1,4 @@
-//! The page on the simulator leaves nothing out.
+//! The documentation of the simulator mentions every hazard and every measure.
 
 use flashcore_sim::{HazardKind, Measure};
 

@@ -1,5 +1,5 @@
-//! What validates, runs: every form of every instruction, and random programs of them, end in the
-//! simulator with a report or a failure, and never in a panic or without an end.
+//! Every valid program runs: every form of every instruction, and random programs of them, end in
+//! the simulator with a report or a failure, never with a panic or an endless loop.
 
 #[path = "../../ptx/tests/common/forms.rs"]
 #[allow(dead_code)] // the assembler's tests use the rest
@@ -17,7 +17,7 @@ use proptest::test_runner::RngSeed;
 use ptx::{ParameterKind, Program, Target};
 use sim::{Argument, Launch, Memory, Options, Policy, TensorMapArgument};
 
-/// Runs a program over 4 KiB of memory and tensors of the boxes' ranks.
+/// Runs a program over 4 KiB buffers and tensors of the ranks of its tensor maps.
 fn run(program: &Program, options: &Options) -> Result<sim::Report, sim::Failure> {
     let mut memory = Memory::new();
     let arguments = (program.parameters.iter())
@@ -59,14 +59,14 @@ fn every_form_runs_or_fails() {
     assert!(ended > 1000, "only {ended} ended, {failed} failed");
 }
 
-/// Programs that are tried: a few, or as many as `FLASHCORE_FUZZ_SECONDS` has time for.
+/// Returns how many programs are tried: a few, or as many as `FLASHCORE_FUZZ_SECONDS` has time for.
 fn cases() -> u32 {
     let seconds = std::env::var("FLASHCORE_FUZZ_SECONDS").ok();
     seconds.and_then(|it| it.parse::<u32>().ok()).map_or(200, |seconds| seconds.max(1) * 100)
 }
 
 proptest! {
-    // The same programs every time; PROPTEST_RNG_SEED tries others.
+    // Every run has the same programs; PROPTEST_RNG_SEED selects others.
     #![proptest_config(ProptestConfig {
         cases: cases(),
         failure_persistence: None,
@@ -80,7 +80,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let forms = forms::all();
-        // Tensor maps are parameters: a few programs would have too many.
+        // Each tensor map is a parameter, and some programs would have too many.
         let usable: Vec<&Form> = forms
             .iter()
             .filter(|form| !form.name.starts_with("tensor") && form.program(Target::SM_90A).is_ok())

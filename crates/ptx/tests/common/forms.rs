@@ -2,13 +2,13 @@
 
 use flashcore_ptx::*;
 
-/// A form: its name, and what writes it.
+/// An instruction form: its name, and a function that writes it.
 pub(crate) struct Form {
     pub(crate) name: String,
     write: Box<dyn Fn(&mut Scene) + Send + Sync>,
 }
 
-/// A program in which a form is written, with operands of every kind at hand.
+/// A program into which forms are written, with operands of every kind available.
 pub(crate) struct Scene {
     pub(crate) k: Builder,
     global: Reg<GlobalAddress>,
@@ -28,7 +28,7 @@ impl Scene {
         Scene { k, global }
     }
 
-    /// A branch inside of which forms are written.
+    /// Writes a branch with forms inside.
     pub(crate) fn if_else(
         &mut self,
         condition: Value<Pred>,
@@ -43,7 +43,7 @@ impl Scene {
         );
     }
 
-    /// A loop inside of which forms are written.
+    /// Writes a loop with forms inside.
     pub(crate) fn loop_(&mut self, body: impl FnOnce(&mut Scene)) {
         let global = self.global;
         self.k.loop_(|k| Scene::inside(k, global, body));
@@ -57,7 +57,7 @@ impl Scene {
         *k = scene.k;
     }
 
-    /// A register of a type, with a value nobody knows at compile time.
+    /// Returns a register of a type, with a value that is unknown at compile time.
     fn register(&mut self, ty: Type) -> Register {
         let k = &mut self.k;
         match ty {
@@ -83,7 +83,7 @@ impl Scene {
         (0..count).map(|_| self.register(ty)).collect()
     }
 
-    /// A register of a type, to be written by the form.
+    /// Returns an unwritten register of a type, for the form to write.
     fn fresh(&mut self, ty: Type) -> Register {
         let k = &mut self.k;
         match ty {
@@ -114,7 +114,7 @@ impl Scene {
         Address { base, offset: 16 }
     }
 
-    /// Both ways to give an operand of this type.
+    /// Returns an operand of this type as a register and, if the type has them, as an immediate.
     fn operands(&mut self, ty: Type) -> Vec<Operand> {
         let mut all = vec![Operand::Register(self.register(ty))];
         if ty.has_immediates() {
@@ -166,7 +166,7 @@ impl Form {
         (self.write)(scene);
     }
 
-    /// The form as a program for a target, or why there is none.
+    /// Returns the form as a program for a target, or why it is invalid.
     pub(crate) fn program(&self, target: Target) -> Result<Program, Invalid> {
         let mut scene = Scene::new(target);
         self.write(&mut scene);
@@ -188,7 +188,7 @@ pub(crate) fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Inva
 
 const SCOPES: [Scope; 4] = [Scope::Block, Scope::Cluster, Scope::Gpu, Scope::System];
 
-/// Every form there is.
+/// Returns every form.
 pub(crate) fn all() -> Vec<Form> {
     let mut forms = Vec::new();
     arithmetic(&mut forms);

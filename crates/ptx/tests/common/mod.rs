@@ -1,4 +1,4 @@
-//! What several tests share: every instruction form, and assembling programs.
+//! Shared by several tests: every instruction form, and assembling programs.
 
 #![allow(dead_code)] // each test uses its part
 

@@ -1,11 +1,11 @@
-//! Random programs, of every form.
+//! Random programs of all instruction forms.
 
 use flashcore_ptx::{Expression, U32};
 use proptest::prelude::*;
 
 use super::forms::{Form, Scene};
 
-/// A program as a tree of choices; loops end.
+/// A program as a tree of forms, branches and loops that end.
 #[derive(Clone, Debug)]
 pub(crate) enum Tree {
     Form(prop::sample::Index),
@@ -13,7 +13,7 @@ pub(crate) enum Tree {
     Loop(Vec<Tree>),
 }
 
-/// Trees of at most so many pieces or so.
+/// Returns a strategy for trees of about `size` pieces at most.
 pub(crate) fn tree(size: u32) -> impl Strategy<Value = Tree> {
     let leaf = any::<prop::sample::Index>().prop_map(Tree::Form);
     leaf.prop_recursive(3, size, 4, |inner| {
@@ -25,7 +25,7 @@ pub(crate) fn tree(size: u32) -> impl Strategy<Value = Tree> {
     })
 }
 
-/// Writes what trees say.
+/// Writes trees into a scene.
 pub(crate) fn write(scene: &mut Scene, forms: &[&Form], trees: &[Tree]) {
     for tree in trees {
         match tree {

@@ -1,4 +1,4 @@
-//! Named barriers and memory barriers.
+//! Hazards of named barriers and mbarriers.
 
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::{Options, Policy, mutate};
@@ -24,8 +24,9 @@ fn barrier_with_too_few() {
     fails("barrier_with_too_few", H::BarrierCount, &k.finish().unwrap());
 }
 
-/// A pair of warps that comes late to the barrier of another pair, or to one of its own. Most schedules
-/// bring the first pair through before: a warp must be left behind.
+/// A pair of warps that arrives late at the barrier of another pair, or at one of its own. Most
+/// schedules let the first pair through before, so that the hazard needs a schedule that starves a
+/// warp.
 #[test]
 fn late_warps_at_the_barrier_of_others() {
     let program = |barrier: u32| {
@@ -54,7 +55,7 @@ fn late_warps_at_the_barrier_of_others() {
     assert_eq!(found.kind, H::UninitialisedMemory, "{found}");
 }
 
-/// A kernel with one initialised memory barrier for `arrivals` arrivals.
+/// Returns a kernel with one initialised mbarrier for `arrivals` arrivals.
 fn with_barrier(
     threads: u32,
     arrivals: u32,
@@ -101,7 +102,7 @@ fn mbarrier_initialisation_not_visible() {
         if sync {
             k.block_sync();
         } else {
-            // The warp may see it, the other warp may not.
+            // The initialisation is visible to this warp, but not to the other.
             k.push(Instruction::WarpSync);
         }
         let barrier = barriers.at(&mut k, 0);
@@ -133,7 +134,7 @@ fn too_many_arrivals() {
     fails("too_many_arrivals", H::MbarrierOverArrived, &program);
 }
 
-/// A phase that nobody waits for, and the next: parities come around.
+/// Two phases complete without a wait, so that the parity is the same again.
 #[test]
 fn phase_overrun() {
     let kernel = |waits: bool| {
@@ -150,7 +151,7 @@ fn phase_overrun() {
     fails("phase_overrun", H::MbarrierOverrun, &kernel(false));
 }
 
-/// One arrival too few for a second phase: only a third round would hang.
+/// The second phase has one arrival too few, which would hang only in a third round.
 #[test]
 fn phase_left_unfinished() {
     let program = with_barrier(32, 32, |k, barrier| {
@@ -179,7 +180,7 @@ fn deadlock_of_two_warps() {
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();
     let (first, second) = (barriers.at(&mut k, 0), barriers.at(&mut k, 1));
-    // Each gives the other a turn once, then both wait for the second.
+    // Each warp lets the other go once, then both wait for a second turn.
     k.role(Role::warps("left", 0..1), |k| {
         let leader = k.elect();
         k.if_(leader, |k| k.mbarrier_arrive(second));

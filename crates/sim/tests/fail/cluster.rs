@@ -1,4 +1,4 @@
-//! Clusters: other blocks' shared memory.
+//! Hazards of clusters: accesses to the shared memory of other blocks.
 
 use flashcore_sim::HazardKind as H;
 use ptx::{Barriers, Builder, Expression, Target};
@@ -15,7 +15,7 @@ fn no_such_rank() {
     fails("no_such_rank", H::ClusterRank, &k.finish().unwrap());
 }
 
-/// Each block arrives at the other's barrier.
+/// Returns a kernel in which each block arrives at the mbarrier of the other.
 fn neighbours(sync_at_end: bool) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
     let barriers = Barriers::new(&mut k, "barrier", 1, 1);

@@ -1,4 +1,4 @@
-//! Asynchronous copies.
+//! Hazards of asynchronous copies.
 
 use flashcore_sim::HazardKind as H;
 use ptx::{
@@ -8,7 +8,7 @@ use ptx::{
 
 use crate::{fails, passes};
 
-/// What a kernel with one bulk load has.
+/// The registers of a kernel with one bulk load.
 struct Load {
     input: Reg<GlobalAddress>,
     tile: Reg<SharedAddress>,
@@ -32,7 +32,7 @@ impl Load {
         });
     }
 
-    /// One thread expects so many bytes and loads 256.
+    /// Lets one thread expect `expected` bytes and load 256.
     fn expect_and_issue(&self, k: &mut Builder, expected: u32) {
         k.if_(self.thread.equals(0), |k| {
             k.mbarrier_arrive_expect(self.barrier, expected);
@@ -90,7 +90,7 @@ fn no_bytes_expected() {
         });
         k.mbarrier_wait(load.barrier, 0, Scope::Block);
     });
-    // By luck the bytes may come before the arrival; then they are too many.
+    // If the bytes come before the arrival, they are more than expected.
     fails("no_bytes_expected", H::TransactionCount, &program);
 }
 
@@ -105,7 +105,7 @@ fn copy_in_flight_at_exit() {
     insta::assert_snapshot!("copy_in_flight_at_exit", crate::show(&found.to_string()));
 }
 
-/// A fence for global memory does nothing for a tile in shared memory.
+/// A proxy fence for global memory has no effect on a tile in shared memory.
 #[test]
 fn proxy_fence_for_other_memory() {
     let kernel = |fence| with_store(Some(fence), |k| wait(k, true), |_, _| {});
@@ -131,7 +131,8 @@ fn filled_twice(read: impl Fn(&mut Builder, Reg<SharedAddress>, Reg<U32>)) -> pt
     k.finish().unwrap()
 }
 
-/// What a warp has read as one, its lanes must have met to fill again.
+/// After a read by the whole warp (`ldmatrix`), the lanes must synchronise before they fill the
+/// tile again.
 #[test]
 fn copies_over_a_matrix() {
     let kernel = |meet: bool| {
@@ -170,7 +171,7 @@ fn stores_over_a_matrix() {
     fails("stores_over_a_matrix", H::LaneRace, &kernel(false));
 }
 
-/// A lane that has waited for its own copies knows nothing of its neighbour's.
+/// A wait for a lane's own copies does not cover the copies of other lanes.
 #[test]
 fn copies_of_other_lanes() {
     let kernel = |before_use: bool, before_reuse: bool| {
@@ -189,7 +190,7 @@ fn copies_of_other_lanes() {
     fails("copies_over_other_lanes", H::OverwrittenInFlight, &kernel(true, false));
 }
 
-/// What a kernel with one bulk store has.
+/// The registers of a kernel with one bulk store.
 pub(crate) struct Store {
     pub(crate) out: Reg<GlobalAddress>,
     tile: Reg<SharedAddress>,
@@ -199,8 +200,8 @@ pub(crate) struct Store {
 /// The fence that a tile in shared memory needs.
 pub(crate) const FENCED: Option<ptx::Fence> = Some(ptx::Fence::ProxyAsyncShared);
 
-/// Threads write a tile, one of them sends it off with a bulk store and goes on with `sent`, all of
-/// them with `after`.
+/// Returns a kernel in which threads write a tile, one of them issues a bulk store of it and
+/// continues with `sent`, and then all of them with `after`.
 pub(crate) fn with_store(
     fence: Option<ptx::Fence>,
     sent: impl FnOnce(&mut Builder),
@@ -226,7 +227,8 @@ pub(crate) fn with_store(
     k.finish().unwrap()
 }
 
-/// Waits for the stores sent off to have read what they send, or to have written it as well.
+/// Waits until the issued bulk stores have read their source, or, unless `read_only`, also written
+/// their destination.
 pub(crate) fn wait(k: &mut Builder, read_only: bool) {
     k.push(Instruction::BulkWait { pending: 0, read_only });
 }

@@ -1,8 +1,8 @@
-//! Every hazard, committed by a small kernel, with the message it gives.
+//! Every hazard, in a small kernel that commits it, with the message that the simulator gives.
 //!
-//! The messages are snapshots beside this file; places in the source are
-//! shown as the line that stands there, so that moving a kernel changes
-//! nothing. `INSTA_UPDATE=always cargo test -p flashcore-sim` re-blesses them.
+//! The messages are snapshots beside this file. They show places in the source as the text of that
+//! line, so that moving a kernel changes nothing. `INSTA_UPDATE=always cargo test -p flashcore-sim`
+//! updates them.
 
 mod barrier;
 mod cluster;
@@ -17,8 +17,8 @@ use ptx::{ParameterKind, Program, Type};
 use sim::TensorMapArgument;
 use sim::{Argument, Failure, Hazard, HazardKind, Launch, Memory, Options, Policy};
 
-/// Runs a program with plain arguments: 4 KiB of zeros for each address, a
-/// tensor of 128 columns and many rows for each tensor map, zero for numbers.
+/// Runs a program with default arguments: 4 KiB of zeros for each address, a tensor of 128 columns
+/// and many rows for each tensor map, zero for numbers.
 fn run(program: &Program, options: &Options) -> Result<sim::Report, Failure> {
     let mut memory = Memory::new();
     let arguments = (program.parameters.iter())
@@ -41,7 +41,8 @@ fn run(program: &Program, options: &Options) -> Result<sim::Report, Failure> {
     sim::run(&launch, &mut memory, options)
 }
 
-/// The hazard must be found under every policy, and its message is kept.
+/// Checks that the hazard is reported under every hostile policy, and its message against the
+/// snapshot.
 fn fails(name: &str, kind: HazardKind, program: &Program) {
     for policy in Policy::HOSTILE {
         for seed in 0..4 {
@@ -61,7 +62,7 @@ fn hazard(program: &Program, options: &Options) -> Hazard {
     }
 }
 
-/// The program is as good as it looks.
+/// Checks that the program runs without a hazard under every hostile policy.
 fn passes(program: &Program) {
     for policy in Policy::HOSTILE {
         for seed in 0..8 {
@@ -72,7 +73,7 @@ fn passes(program: &Program) {
     }
 }
 
-/// Places as the source line that stands there.
+/// Replaces places in a message by the text of the source line.
 fn show(message: &str) -> String {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut shown = String::new();
@@ -99,7 +100,7 @@ fn show(message: &str) -> String {
     shown
 }
 
-/// Every kind of hazard has a kernel here that commits it.
+/// Every kind of hazard has a kernel in these tests that commits it.
 #[test]
 fn every_kind_has_a_kernel() {
     let sources = [

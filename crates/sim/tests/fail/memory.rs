@@ -1,4 +1,4 @@
-//! Bounds, alignment, initialisation.
+//! Hazards of memory: bounds, alignment, initialisation.
 
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::{Measure, Options, Policy};
@@ -52,7 +52,7 @@ fn lanes_store_to_one_place() {
     let thread = k.thread_index();
     k.store(out, thread);
     fails("lanes_store_to_one_place", H::LaneCollision, &k.finish().unwrap());
-    // The same value is no harm.
+    // Lanes that store the same value are no hazard.
     let mut k = Builder::new("kernel", Target::SM_90A, 32);
     let out = k.parameter::<GlobalAddress>("out");
     k.store::<U32, _>(out, 7);

@@ -1,4 +1,4 @@
-//! Products on the tensor cores.
+//! Hazards of `wgmma` products.
 
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::mutate;
@@ -13,7 +13,7 @@ use crate::{fails, passes};
 const LAYOUT: TileLayout =
     TileLayout { element: Element::BF16, rows: 64, columns: 64, swizzle: Swizzle::B128 };
 
-/// Loads a tile by TMA in some swizzle and multiplies it with itself.
+/// Returns a kernel that loads a tile by TMA in a swizzle and multiplies it with itself.
 fn square(swizzle: Swizzle) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 128);
     let out = k.parameter::<GlobalAddress>("out");
@@ -72,7 +72,7 @@ fn swizzle_mismatch() {
     fails("swizzle_mismatch", H::SwizzleMismatch, &square(Swizzle::None));
 }
 
-/// Every warp of a warpgroup reads all of the right operand, whoever stored it.
+/// Every warp of a warpgroup reads all of the right operand, also what other warps stored.
 #[test]
 fn product_of_what_other_warps_store() {
     let kernel = |meet: fn(&mut Builder)| {
@@ -92,7 +92,8 @@ fn product_of_what_other_warps_store() {
         k.finish().unwrap()
     };
     passes(&kernel(|k| k.block_sync()));
-    // Who stores after the first warp has begun overwrites; who stores before is not known to have.
+    // A store after the first warp has issued the product overwrites its operand; a store before is
+    // not ordered before the product. Either is a hazard.
     for policy in flashcore_sim::Policy::HOSTILE {
         for seed in 0..8 {
             let options = flashcore_sim::Options::checked(policy, seed);
@@ -112,13 +113,14 @@ fn a_product_reads_what_has_not_arrived() {
     insta::assert_snapshot!("product_before_arrival", crate::show(&found.to_string()));
 }
 
-/// A product whose first operand is in registers, by hand.
+/// The registers of a product that is issued instruction by instruction, with its first operand in
+/// registers.
 struct ByHand {
     a: [Register; 4],
     d: Vec<Register>,
 }
 
-/// Fills a small tile with ordinary stores and multiplies registers with it.
+/// Returns a kernel that fills a small tile with ordinary stores and multiplies registers with it.
 fn by_hand(
     before: impl FnOnce(&mut Builder, &ByHand),
     after: impl FnOnce(&mut Builder, &ByHand),
@@ -163,7 +165,7 @@ fn by_hand(
     k.finish().unwrap()
 }
 
-/// Without the first of two waits.
+/// Returns the program without the first of its two `wgmma` waits.
 fn without_first_wait(program: &ptx::Program) -> ptx::Program {
     let sites = mutate::sites(program);
     let wait = sites.iter().find(|s| matches!(s.instruction, Instruction::WgmmaWait { .. }));
@@ -206,7 +208,7 @@ fn shared_operand_overwritten_in_flight() {
 
 #[test]
 fn three_warps_multiply() {
-    // One warp is sent past the product.
+    // One warp skips the product.
     let mut program = square(Swizzle::B128);
     let first = program.body.iter().position(|statement| {
         matches!(statement.kind, StatementKind::Instruction(Instruction::WgmmaFence))

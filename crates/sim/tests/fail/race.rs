@@ -1,4 +1,4 @@
-//! Accesses that nothing orders.
+//! Data races: conflicting accesses that nothing orders.
 
 use flashcore_sim::HazardKind as H;
 use ptx::{
@@ -9,7 +9,8 @@ use ptx::{
 use crate::copy::{FENCED, Store, wait, with_store};
 use crate::{Argument, Failure, Launch, Memory, Options, Policy, fails, passes, sim};
 
-/// Every thread writes its word, then reads the one of a thread `distance` on.
+/// Returns a kernel in which every thread writes its word, then reads that of the thread `distance`
+/// further on.
 fn exchange(threads: u32, distance: u32, synchronise: impl Fn(&mut Builder)) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, threads);
     let offset = k.shared("tile", 4 * threads, 16);
@@ -64,13 +65,13 @@ fn a_lane_that_arrives_does_not_speak_for_the_others() {
     passes(&kernel(true));
 }
 
-/// Raises a flag.
+/// Stores 1 to a flag.
 fn raise(k: &mut Builder, flag: Reg<GlobalAddress>, order: StoreOrder) {
     let one = k.eval::<U32>(1);
     k.store_vector(flag, &[one], StoreHint { order, ..StoreHint::default() });
 }
 
-/// Waits until a number is there: that of those who have raised a flag, or counted.
+/// Polls a flag or counter until it has a value.
 fn wait_for(k: &mut Builder, flag: Reg<GlobalAddress>, number: u32, order: LoadOrder) {
     k.loop_(|k| {
         let hint = LoadHint { order, ..LoadHint::default() };
@@ -79,7 +80,8 @@ fn wait_for(k: &mut Builder, flag: Reg<GlobalAddress>, number: u32, order: LoadO
     });
 }
 
-/// One block does something with `data`, the other waits for its flag and goes on with `data`.
+/// Returns a kernel of two blocks: one runs `first` on its data and a flag, the other waits for the
+/// flag and runs `second` on the data.
 fn one_after_the_other(
     first: impl FnOnce(&mut Builder, Reg<GlobalAddress>, Reg<GlobalAddress>),
     second: impl FnOnce(&mut Builder, Reg<GlobalAddress>),
@@ -100,7 +102,8 @@ fn one_after_the_other(
     k.finish().unwrap()
 }
 
-/// One warp writes data and raises a flag; the other waits for the flag.
+/// Returns a kernel in which one warp writes data and sets a flag, and the other waits for the
+/// flag.
 fn flag(store: StoreOrder, load: LoadOrder) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 64);
     let data = k.parameter::<GlobalAddress>("data");
@@ -154,7 +157,7 @@ fn atomics_of_many_blocks_do_not_race() {
     passes(&k.finish().unwrap());
 }
 
-/// Two blocks add to one sum, the second after the first has raised a flag.
+/// Returns a kernel in which two blocks add to one sum, the second after the first has set a flag.
 fn added_by_turns(store: StoreOrder) -> ptx::Program {
     one_after_the_other(
         |k, sum, flag| {
@@ -188,7 +191,8 @@ fn sums_in_one_order() {
     assert_eq!(run(relaxed, false), None, "the order of a sum is open where nobody asks for one");
 }
 
-/// Two blocks count together; what the last one reads, the first must have handed on.
+/// Two blocks increment a counter; the last one reads what the first wrote, which the atomics must
+/// order.
 #[test]
 fn atomics_that_do_not_reach() {
     let kernel = |counter: Scope, acquire: Scope| {
@@ -220,7 +224,7 @@ fn atomics_that_do_not_reach() {
     fails("acquire_of_the_block", H::DataRace, &kernel(Scope::Gpu, Scope::Block));
 }
 
-/// A fence reaches no further than it says.
+/// A fence orders no further than its scope.
 #[test]
 fn fence_that_does_not_reach() {
     let kernel = |scope: Scope| {
@@ -259,7 +263,7 @@ fn global_memory_through_two_proxies() {
         )
     };
     passes(&kernel(true));
-    // Before the store has written, its destination holds something old, and
-    // afterwards nobody has waited for it: either way it is a race.
+    // Before the store has written, its destination holds old bytes; afterwards no thread has
+    // waited for it. Either way it is a race.
     fails("store_not_visible", H::TouchedBeforeArrival, &kernel(false));
 }

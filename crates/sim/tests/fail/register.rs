@@ -1,4 +1,4 @@
-//! Registers, warps and roles.
+//! Hazards of registers, warps and roles.
 
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::mutate;
@@ -101,7 +101,7 @@ fn warps_of_a_warpgroup_disagree() {
 
 #[test]
 fn both_sides_of_a_branch_and_breaks_out_of_it() {
-    // Lanes leave a loop from inside a branch, at different times.
+    // Lanes leave a loop from inside a branch, in different iterations.
     let mut k = Builder::new("kernel", Target::SM_90A, 32);
     let lane = k.lane();
     let count = k.variable::<ptx::U32>(0);

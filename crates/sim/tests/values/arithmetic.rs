@@ -1,4 +1,4 @@
-//! Integers, floats, predicates.
+//! Values of integer, float and predicate instructions.
 
 use ptx::{
     BinaryOperation, Builder, Choose, Expression, F32, Instruction, Operand, Reg, S32, Type, U32,
@@ -79,7 +79,7 @@ fn integers_at_their_edges() {
     }
 }
 
-/// Of subnormal numbers, of infinities and by zero too.
+/// Quotients, also of subnormal numbers, of infinities and by zero.
 #[test]
 fn quotients_are_rounded_to_nearest() {
     let interesting = [1, 7, 0x0080_0001, 0x3F80_0001, 0x4049_0FDB, 0x7F7F_FFFF, 0x7F80_0000, 0];

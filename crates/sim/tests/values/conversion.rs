@@ -1,4 +1,4 @@
-//! Between types.
+//! Values of conversions between types.
 
 use flashcore_sim::float;
 use ptx::{BF16x2, E4M3x2, E5M2x2, Element, Expression, F16x2, F32, Instruction, Int8, S32, U32};
@@ -41,7 +41,7 @@ fn pairs() {
         let [low, high] = k.unpack(half);
         let mut out = vec![word(k, half), word(k, brain), word(k, sum), word(k, product)];
         out.extend([word(k, low), word(k, high)]);
-        // 8-bit pairs have no 32-bit form: through f16 and back.
+        // 8-bit pairs have no conversion to f32; they go through f16.
         let small = k.pack::<E4M3x2>(a, b);
         let wide = k.register::<F16x2>();
         k.push(Instruction::ConvertPacked { dst: wide.register(), src: small.register() });
@@ -73,7 +73,7 @@ fn pairs() {
     }
 }
 
-/// Every byte in every place, and in another order.
+/// Every byte value in every position, and in another order.
 #[test]
 fn integers_of_8_bits_widen_exactly() {
     let a = each(|lane| u32::from_le_bytes([0, 1, 2, 3].map(|at| (4 * lane + at) as u8)));
@@ -122,7 +122,7 @@ fn numbers_are_rounded_to_integers_of_8_bits() {
         for lane in 0..32 {
             let exact = [lane, 32 + lane].map(|index| {
                 let whole = f64::from(number(index)).clamp(-127.0, 127.0).round_ties_even();
-                // Of NaN, the cast makes 0.
+                // The cast turns NaN into 0.
                 whole as i8 as u8
             });
             assert_eq!(

@@ -1,4 +1,4 @@
-//! Tensor copies: fill, swizzle, addition, more than two dimensions.
+//! Values of tensor copies: out-of-bounds fill, swizzles, additions, more than two dimensions.
 
 use flashcore_sim as sim;
 use ptx::{
@@ -9,8 +9,8 @@ use sim::{Argument, Memory, TensorMapArgument};
 
 use crate::execute;
 
-/// Loads a box of 3 dimensions at a corner that hangs over, in a swizzle, and
-/// copies shared memory out word by word.
+/// Loads a 3-dimensional box that is partly outside the tensor, in a swizzle, and returns the words
+/// of shared memory.
 fn box_in_shared_memory(swizzle: Swizzle, corner: [i32; 3]) -> Vec<u32> {
     let extent = vec![swizzle.width() / 4, 8, 2];
     let words = extent.iter().product::<u32>();
@@ -120,7 +120,7 @@ fn boxes_are_added() {
     let found = memory.f32(buffer);
     for x in 0..32 {
         assert_eq!(found[x], 1.0);
-        // Columns from 8 on; what hangs over goes nowhere.
+        // Columns from 8 on are written; those outside the tensor are dropped.
         let expected = if x < 8 { 1.0 } else { 1.0 + 2.0 * (x as f32 - 8.0) };
         assert_eq!(found[32 + x], expected);
     }

@@ -1,4 +1,4 @@
-//! Across the lanes of a warp.
+//! Values of instructions across the lanes of a warp.
 
 use ptx::{Choose, Expression, Instruction, Operand, Pred, ShuffleMode, U32};
 
@@ -12,7 +12,7 @@ fn shuffles() {
         (ShuffleMode::Down, 5, 31),
         (ShuffleMode::Up, 5, 0),
         (ShuffleMode::Index, 7, 31),
-        // Segments of eight lanes: the mask in the upper bits.
+        // Segments of eight lanes, by the mask in the upper bits.
         (ShuffleMode::Down, 2, 0x181F),
         (ShuffleMode::Index, 3, 0x181F),
     ];

@@ -1,4 +1,4 @@
-//! The meaning of each family of instructions, against plain expectations.
+//! The results of each family of instructions, compared with direct computations.
 
 mod arithmetic;
 mod conversion;
@@ -11,8 +11,8 @@ use flashcore_sim as sim;
 use ptx::{Builder, Expression, GlobalAddress, Program, Reg, Scalar, Target, U32, U64};
 use sim::{Argument, Launch, Memory, Options, Policy};
 
-/// Runs a kernel of one warp that maps words to words, and gives its output.
-/// Each lane is given its word of every input.
+/// Runs a kernel of one warp that maps words to words, and returns its output. Each lane gets its
+/// word of every input.
 pub(crate) fn map_words<const N: usize>(
     inputs: [[u32; 32]; N],
     body: impl FnOnce(&mut Builder, [Reg<U32>; N]) -> Vec<Reg<U32>>,
@@ -46,7 +46,7 @@ pub(crate) fn execute(program: &Program, arguments: Vec<Argument>, memory: &mut 
     }
 }
 
-/// The bits of a register as a word.
+/// Returns the bits of a register as a word.
 pub(crate) fn word<T: Scalar>(k: &mut Builder, register: Reg<T>) -> Reg<U32> {
     k.eval(register.reinterpret::<U32>())
 }

@@ -16,7 +16,7 @@ struct Form {
     element: Element,
     accumulator: Element,
     a_in_registers: bool,
-    /// Both operands lie with their outer extent contiguous.
+    /// Whether both operands have their outer extent contiguous.
     outer: bool,
     negate_a: bool,
 }
@@ -40,8 +40,8 @@ fn b(k: usize, column: usize) -> f32 {
     ((k * 5 + column * 11) % 7) as f32 - 3.0
 }
 
-/// The bytes of `rows` by the inner extent in the canonical layout without a
-/// swizzle, core matrices of 8 rows by 16 bytes one after the other.
+/// Returns the bytes of `rows` rows of the inner extent in the canonical layout without a swizzle:
+/// core matrices of 8 rows by 16 bytes, one after the other.
 fn lay(form: Form, rows: usize, value: impl Fn(usize, usize) -> f32) -> Vec<u8> {
     let width = form.element.bytes() as usize;
     let inner = 32 / width;
@@ -61,7 +61,8 @@ fn lay(form: Form, rows: usize, value: impl Fn(usize, usize) -> f32) -> Vec<u8> 
     bytes
 }
 
-/// The same for both: what `lay` calls 128 is the leading offset in either.
+/// Builds the descriptor of an operand, the same for both layouts: the 128 bytes in `lay` are the
+/// leading offset in either.
 fn descriptor(k: &mut Builder, offset: u32) -> Register {
     let (leading, stride) = (128u64, 256u64);
     let address = k.shared_address(offset);
@@ -175,7 +176,8 @@ fn every_form_multiplies() {
                         for row in 0..64 {
                             for column in 0..8 {
                                 let sum: f32 = (0..inner).map(|k| a(row, k) * b(k, column)).sum();
-                                // Twice, the second time added; small integers are exact.
+                                // The product is computed twice and accumulated; small integers
+                                // are exact.
                                 let sign = if negate_a { -2.0 } else { 2.0 };
                                 assert_eq!(
                                     found[row * 8 + column],
