@@ -170,7 +170,9 @@ unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64
             let [q, k, v, out, dout] = all.map(|(tensor, name)| walkable(tensor, name));
             [q?, k?, v?, out?, dout?]
         };
-        let gradients = tensors.each_ref().map(|tensor| tensor.like(&tensor.read("query")?));
+        let [q, k, v] = &tensors;
+        let gradients = [(q, "query"), (k, "key"), (v, "value")]
+            .map(|(tensor, name)| tensor.like(&tensor.read(name)?));
         let [dq, dk, dv] = gradients;
         let gradients = [dq?, dk?, dv?];
         let order = Anchored::of(causal, &query, &key);

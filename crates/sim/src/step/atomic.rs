@@ -100,7 +100,7 @@ impl<'a> Executor<'_, 'a> {
         space: Space,
         addresses: &[u64; 32],
     ) -> bool {
-        let floats = matches!(ty, Type::F16 | Type::BF16 | Type::F32);
+        let floats = matches!(ty, Type::F16x2 | Type::BF16x2 | Type::F32);
         let first = lanes_of(warp.active).next().filter(|_| floats && space == Space::Global);
         let memory = &self.world.memory;
         let at = first.and_then(|lane| memory.locate(addresses[lane as usize], 1).ok());

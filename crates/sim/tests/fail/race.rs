@@ -2,8 +2,8 @@
 
 use flashcore_sim::HazardKind as H;
 use ptx::{
-    AtomicOperation, AtomicOrder, Builder, Expression, F32, GlobalAddress, Instruction, LoadHint,
-    LoadOrder, Reg, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
+    AtomicOperation, AtomicOrder, BF16x2, Builder, Expression, F32, GlobalAddress, Instruction,
+    LoadHint, LoadOrder, Reg, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
 };
 
 use crate::copy::{FENCED, Store, wait, with_store};
@@ -158,20 +158,27 @@ fn atomics_of_many_blocks_do_not_race() {
 }
 
 /// Returns a kernel in which two blocks add to one sum, the second after the first has set a flag.
-fn added_by_turns(store: StoreOrder) -> ptx::Program {
+fn added_by_turns(store: StoreOrder, packed: bool) -> ptx::Program {
+    let add = move |k: &mut Builder, sum: Reg<GlobalAddress>| match packed {
+        true => {
+            let pair = k.pack::<BF16x2>(1.0, 2.0);
+            k.reduce_add::<BF16x2, _>(sum, pair, Scope::Gpu);
+        }
+        false => k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu),
+    };
     one_after_the_other(
         |k, sum, flag| {
-            k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu);
+            add(k, sum);
             raise(k, flag, store);
         },
-        |k, sum| k.reduce_add::<F32, _>(sum, 2.0, Scope::Gpu),
+        add,
     )
 }
 
 #[test]
 fn sums_in_one_order() {
-    let run = |store: StoreOrder, in_order: bool| {
-        let program = added_by_turns(store);
+    let run = |store: StoreOrder, in_order: bool, packed: bool| {
+        let program = added_by_turns(store, packed);
         let mut memory = Memory::new();
         let (sum, raised) = (memory.input_f32("sum", &[0.0]), memory.input_u32("flag", &[0]));
         if in_order {
@@ -186,9 +193,12 @@ fn sums_in_one_order() {
         }
     };
     let (release, relaxed) = (StoreOrder::Release(Scope::Gpu), StoreOrder::Relaxed(Scope::Gpu));
-    assert_eq!(run(release, true), None);
-    assert_eq!(run(relaxed, true), Some(H::DataRace));
-    assert_eq!(run(relaxed, false), None, "the order of a sum is open where nobody asks for one");
+    for packed in [false, true] {
+        assert_eq!(run(release, true, packed), None);
+        assert_eq!(run(relaxed, true, packed), Some(H::DataRace));
+        let open = run(relaxed, false, packed);
+        assert_eq!(open, None, "the order of a sum is open where nobody asks for one");
+    }
 }
 
 /// Two blocks increment a counter; the last one reads what the first wrote, which the atomics must
