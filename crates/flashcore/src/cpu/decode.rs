@@ -14,6 +14,7 @@ use super::Sequence;
 use super::block::{KEY_BLOCK, all_finite};
 use super::softmax::Rows;
 use super::split::Part;
+use super::tile::Lanes;
 use super::vectors::Vectors;
 use crate::backend::{BackendError, Cancellation, filled};
 use crate::tensor::TensorView;
@@ -31,18 +32,6 @@ impl pulp::WithSimd for AreFew {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> bool {
         self.0 <= S::F32_LANES / 2
-    }
-}
-
-/// The number of f32 lanes of the instruction set.
-struct Lanes;
-
-impl pulp::WithSimd for Lanes {
-    type Output = usize;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> usize {
-        S::F32_LANES
     }
 }
 

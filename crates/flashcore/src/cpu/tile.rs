@@ -60,6 +60,18 @@ impl Tile {
     }
 }
 
+/// The number of f32 lanes of the instruction set.
+pub(super) struct Lanes;
+
+impl pulp::WithSimd for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> usize {
+        S::F32_LANES
+    }
+}
+
 /// One row of a panel.
 pub(super) type Row<S, const COLUMNS: usize> = [<S as Simd>::f32s; COLUMNS];
 

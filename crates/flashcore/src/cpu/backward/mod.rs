@@ -364,26 +364,13 @@ fn lock<T>(sums: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use pulp::Simd;
-
     use super::*;
     use crate::backend::{Backend, RunOptions};
     use crate::cpu::CpuBackend;
-    use crate::cpu::tile::Tile;
+    use crate::cpu::tile::{Lanes, Tile};
     use crate::dtype::DType;
     use crate::inputs::InputTensors;
     use crate::problem::{Mask, Scores};
-
-    struct Lanes;
-
-    impl pulp::WithSimd for Lanes {
-        type Output = usize;
-
-        #[inline(always)]
-        fn with_simd<S: Simd>(self, _: S) -> usize {
-            S::F32_LANES
-        }
-    }
 
     /// Computes the gradients of a small problem with a given tile, not necessarily the best.
     fn gradients(arch: pulp::Arch, tile: Tile) -> Vec<f32> {
