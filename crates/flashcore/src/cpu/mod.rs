@@ -313,11 +313,8 @@ fn attend_sequences(
     let sequences = Sequences::of(problem, inputs);
     let shape = inputs.query.shape();
     let own = |sequence: usize| Inputs {
-        slopes: inputs.slopes.map(|slopes| match slopes.len() > problem.query_heads {
-            true => &slopes[sequence * problem.query_heads..][..problem.query_heads],
-            false => slopes,
-        }),
-        first_sequence: inputs.first_sequence + sequence,
+        slopes: sequences.slopes(inputs, sequence),
+        first_sequence: sequence,
         queries: Some(sequences.queries()),
         keys: Some(sequences.keys()),
         ..inputs

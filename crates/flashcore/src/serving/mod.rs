@@ -292,18 +292,22 @@ impl Sequences {
     /// Copies one sequence's rows of the tensors, with the slopes and descale factors that belong
     /// to it.
     pub fn gather(&self, inputs: Inputs<'_>, sequence: usize) -> Result<InputTensors, Error> {
-        let heads = self.problem.query_heads;
-        let slopes = inputs.slopes.map(|slopes| match slopes.len() > heads {
-            true => slopes[sequence * heads..][..heads].to_vec(),
-            false => slopes.to_vec(),
-        });
         Ok(InputTensors {
             query: self.queries.gather(inputs.query, sequence)?,
             key: self.keys.gather(inputs.key, sequence)?,
             value: self.keys.gather(inputs.value, sequence)?,
-            slopes,
+            slopes: self.slopes(inputs, sequence).map(<[f32]>::to_vec),
             sinks: inputs.sinks.map(<[f32]>::to_vec),
             descales: self.gather_descales(inputs, sequence)?,
+        })
+    }
+
+    /// Returns the ALiBi slopes of a sequence: its own, or those that all sequences share.
+    pub(crate) fn slopes<'a>(&self, inputs: Inputs<'a>, sequence: usize) -> Option<&'a [f32]> {
+        let heads = self.problem.query_heads;
+        inputs.slopes.map(|slopes| match slopes.len() > heads {
+            true => &slopes[sequence * heads..][..heads],
+            false => slopes,
         })
     }
 

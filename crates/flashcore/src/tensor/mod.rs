@@ -328,14 +328,7 @@ impl Tensor {
 
     /// Borrows the tensor.
     pub fn view(&self) -> TensorView<'_> {
-        let elements = match &self.elements {
-            Elements::F32(elements) => elements.as_slice().into(),
-            Elements::F16(elements) => elements.as_slice().into(),
-            Elements::BF16(elements) => elements.as_slice().into(),
-            Elements::E4M3(elements) => elements.as_slice().into(),
-            Elements::E5M2(elements) => elements.as_slice().into(),
-            Elements::Int8(elements) => elements.as_slice().into(),
-        };
+        let elements = with_elements!(&self.elements, vector => vector.as_slice().into());
         TensorView { layout: self.layout, elements }
     }
 
