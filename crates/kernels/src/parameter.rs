@@ -344,9 +344,9 @@ listed! {
     pub enum Scale {
         /// The softmax scale times log2(e).
         Log2,
-        /// The softmax scale divided by the softcap: the factor inside the hyperbolic tangent.
+        /// The softmax scale divided by the cap of scores: the factor inside the hyperbolic tangent.
         Inner,
-        /// The softcap times log2(e): the factor outside the hyperbolic tangent.
+        /// The cap of scores times log2(e): the factor outside the hyperbolic tangent.
         Outer,
         /// The softmax scale itself.
         Natural,

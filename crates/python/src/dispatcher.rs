@@ -115,7 +115,7 @@ unsafe extern "C" fn answer_heads_first(slots: *mut u64, arguments: u64) -> *con
     let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 9]> {
         let tensors = [given.tensor()?, given.tensor()?, given.tensor()?];
         let (dropout, causal, mask) = (given.number(), given.flag(), given.flag());
-        let numbers = plain(given.optional_number(), causal)?;
+        let numbers = Numbers::plain(given.optional_number(), causal)?;
         refuse(dropout, mask)?;
         let names = Function::PyTorch.names();
         let [query, key, value] = read(&tensors, [names[0], names[1], names[2]])?;
@@ -160,7 +160,7 @@ unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64
         let _most = [given.whole(), given.whole()];
         let (dropout, causal) = (given.number(), given.flag());
         let _random = [given.tensor()?, given.tensor()?];
-        let numbers = plain(given.optional_number(), causal)?;
+        let numbers = Numbers::plain(given.optional_number(), causal)?;
         refuse(dropout, false)?;
         let copies = Copies::default();
         let walkable = |tensor: &Tensor, name: &str| copies.read(tensor, name, Memory::is_walkable);
@@ -305,21 +305,6 @@ fn refuse(dropout: f64, mask: bool) -> PyResult<()> {
     })
 }
 
-fn plain(scale: Option<f64>, causal: bool) -> PyResult<Numbers> {
-    let scale = scale.map(|scale| finite("scale", scale)).transpose()?;
-    let (window, chunk, softcap) = ((None, None), 0, None);
-    let (most_queries, most_keys, batch_invariant) = (None, None, false);
-    Ok(Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys, batch_invariant })
-}
-
-fn finite(name: &str, number: f64) -> PyResult<f32> {
-    let narrow = number as f32;
-    match narrow.is_finite() {
-        true => Ok(narrow),
-        false => Err(error::value(format!("{name}={number:?}, expected a finite number"))),
-    }
-}
-
 unsafe extern "C" fn answer_attention(slots: *mut u64, arguments: u64) -> *const Failed {
     // SAFETY: the slots are PyTorch's; the schema is in `_torch.py`, here and below.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.output(torch)) }
@@ -378,7 +363,7 @@ impl Ours {
     /// `(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal)`
     fn few(given: &mut Arguments<'_>) -> PyResult<Self> {
         let first = [given.tensor()?, given.tensor()?, given.tensor()?].map(Some);
-        let numbers = plain(given.optional_number(), given.flag())?;
+        let numbers = Numbers::plain(given.optional_number(), given.flag())?;
         let called = Called { function: Function::Plain, batch_invariant: false };
         let lists = [const { None }; LISTS];
         Ok(Ours { first, lists, numbers, called, deterministic: false })
@@ -390,14 +375,10 @@ impl Ours {
         Ours::rest(first, given)
     }
 
-    /// `float? softmax_scale, bool causal, int window_left, int window_right, int attention_chunk, float
-    /// softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k`, `Tensor?` for each of the lists, `str
-    /// function, bool deterministic`
+    /// The [numbers](Numbers::of_arguments), `Tensor?` for each of the lists, `str function, bool
+    /// deterministic`
     fn rest(first: [Option<Tensor>; 3], given: &mut Arguments<'_>) -> PyResult<Self> {
-        let (scale, causal) = (given.optional_number(), given.flag());
-        let [left, right, chunk] = [given.whole(), given.whole(), given.whole()];
-        let softcap = given.number();
-        let [most_queries, most_keys] = [given.optional_whole(), given.optional_whole()];
+        let mut numbers = Numbers::of_arguments(given)?;
         let mut lists = [const { None }; LISTS];
         for list in &mut lists {
             *list = given.optional_tensor()?;
@@ -405,18 +386,7 @@ impl Ours {
         let function = given.text()?;
         let deterministic = given.flag();
         let called = Called::named(&function)?;
-        let whole = |number: i64| usize::try_from(number).ok();
-        let numbers = Numbers {
-            window: (whole(left), whole(right)),
-            chunk: whole(chunk).ok_or_else(|| {
-                error::value(format!("attention_chunk={chunk}, expected no negative number"))
-            })?,
-            softcap: cap(softcap)?,
-            most_queries,
-            most_keys,
-            batch_invariant: called.batch_invariant,
-            ..plain(scale, causal)?
-        };
+        numbers.batch_invariant = called.batch_invariant;
         Ok(Ours { first, lists, numbers, called, deterministic })
     }
 
@@ -554,15 +524,4 @@ fn row<'a>(
 /// Selects a part of a packed tensor; an unpacked tensor is returned as it is.
 fn of(memory: Memory, part: Option<u64>) -> Memory {
     part.map_or(memory, |part| memory.part(part))
-}
-
-fn cap(softcap: f64) -> PyResult<Option<f32>> {
-    let narrow = finite("softcap", softcap)?;
-    match narrow > 0.0 {
-        true => Ok(Some(narrow)),
-        false if softcap == 0.0 => Ok(None),
-        false => {
-            Err(error::value(format!("softcap={softcap:?}, expected a positive number, or 0")))
-        }
-    }
 }

@@ -490,8 +490,12 @@ mod tests {
         // SAFETY: three numbers.
         assert!(unsafe { tensor.memory("x", None) }.is_err());
         // A number alone has neither sizes nor strides.
+        let number = Tensor { data: numbers.as_mut_ptr().cast(), ..Tensor::EMPTY };
         // SAFETY: no numbers.
-        assert!(unsafe { Tensor::EMPTY.memory("x", None) }.unwrap().sizes().is_empty());
+        assert!(unsafe { number.memory("x", None) }.unwrap().sizes().is_empty());
+        // Its memory is gone.
+        // SAFETY: no numbers.
+        assert!(unsafe { Tensor::EMPTY.memory("x", None) }.is_err());
     }
 
     /// What is exported can be read by a consumer, and is freed once, by either protocol.

@@ -39,25 +39,7 @@ pub(crate) fn describe<'py>(
     let places = tensors.iter().enumerate().filter(|(_, (_, tensor))| tensor.is_some());
     let places = places.fold(0_i64, |places, (at, _)| places | 1 << at);
     attributes.set_item("tensors", places)?;
-    let Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys, .. } = given;
-    attributes.set_item("causal", causal)?;
-    for (name, number) in [("scale", scale), ("softcap", softcap)] {
-        if let Some(number) = number {
-            attributes.set_item(name, number)?;
-        }
-    }
-    let whole = |number: Option<usize>| number.map(|number| number as i64);
-    for (name, number) in [
-        ("window_left", whole(window.0)),
-        ("window_right", whole(window.1)),
-        ("chunk", whole(Some(chunk))),
-        ("max_seqlen_q", most_queries),
-        ("max_seqlen_k", most_keys),
-    ] {
-        if let Some(number) = number {
-            attributes.set_item(name, number)?;
-        }
-    }
+    given.write(&attributes)?;
     let dtype = match request.output().element {
         Element::Float(DType::F16) => "float16",
         Element::Float(DType::BF16) => "bfloat16",
@@ -160,18 +142,8 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
     if given.count_ones() as usize > call.arguments() || given >> OUT != 0 {
         return Err(error::value(format!("the call has no tensors {given:b}")));
     }
-    let whole = |name| call.integer(name).and_then(|number| usize::try_from(number).ok());
     let Called { function, batch_invariant } = called(call)?;
-    let numbers = Numbers {
-        scale: call.number("scale"),
-        causal: call.flag("causal"),
-        window: (whole("window_left"), whole("window_right")),
-        chunk: whole("chunk").unwrap_or_default(),
-        softcap: call.number("softcap"),
-        most_queries: call.integer("max_seqlen_q"),
-        most_keys: call.integer("max_seqlen_k"),
-        batch_invariant,
-    };
+    let numbers = Numbers::of_attributes(call, batch_invariant);
     let packed = |at: usize| given & 1 << if at == 0 { 3 } else { 4 } != 0;
     Request::new(function, given, numbers, |at, _| {
         let before = (given & ((1 << at) - 1)).count_ones() as usize;

@@ -1,21 +1,26 @@
 //! Scalar arguments of calls; errors name the argument that is wrong.
 
+use flashcore::Scores;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::request::{Called, Function};
+use crate::stable::Arguments;
+use crate::{error, xla};
+
+const FINITE: &str = "a finite number";
 
 /// The scalar arguments of an attention call.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Numbers {
     pub(crate) scale: Option<f32>,
     pub(crate) causal: bool,
     pub(crate) window: Window,
     /// The chunk length in keys; 0 means no chunks.
     pub(crate) chunk: usize,
-    pub(crate) softcap: Option<f32>,
+    softcap: Option<f32>,
     pub(crate) most_queries: Option<i64>,
     pub(crate) most_keys: Option<i64>,
     /// Whether the bits of results must not depend on the batch.
@@ -45,6 +50,83 @@ impl Numbers {
             most_keys: optional(&*number(6)?, |most| integer(keys_name, most))?,
             batch_invariant: called.batch_invariant,
         })
+    }
+
+    /// Reads the arguments of a PyTorch operator: `float? softmax_scale, bool causal, int
+    /// window_left, int window_right, int attention_chunk, float softcap, SymInt? max_seqlen_q,
+    /// SymInt? max_seqlen_k`.
+    pub(crate) fn of_arguments(given: &mut Arguments<'_>) -> PyResult<Numbers> {
+        let (scale, causal) = (given.optional_number(), given.flag());
+        let side = |side: i64| usize::try_from(side).ok();
+        let window = (side(given.whole()), side(given.whole()));
+        let (chunk, softcap) = (given.whole(), given.number());
+        let wrong = |expected| error::value(format!("softcap={softcap:?}, expected {expected}"));
+        Ok(Numbers {
+            window,
+            chunk: usize::try_from(chunk).map_err(|_| {
+                error::value(format!("attention_chunk={chunk}, expected no negative number"))
+            })?,
+            softcap: cap(softcap).map_err(wrong)?,
+            most_queries: given.optional_whole(),
+            most_keys: given.optional_whole(),
+            ..Numbers::plain(scale, causal)?
+        })
+    }
+
+    /// Returns the numbers of a call that has no others.
+    pub(crate) fn plain(scale: Option<f64>, causal: bool) -> PyResult<Numbers> {
+        let narrow = scale.map(|scale| scale as f32);
+        match (scale, narrow.is_none_or(f32::is_finite)) {
+            (Some(scale), false) => {
+                Err(error::value(format!("scale={scale:?}, expected {FINITE}")))
+            }
+            _ => Ok(Numbers { scale: narrow, causal, ..Numbers::default() }),
+        }
+    }
+
+    /// Writes the numbers as attributes of an XLA custom call; those that are not given are absent.
+    pub(crate) fn write(&self, attributes: &Bound<'_, PyDict>) -> PyResult<()> {
+        let whole = |number: Option<usize>| number.map(|number| number as i64);
+        attributes.set_item("causal", self.causal)?;
+        for (name, number) in [("scale", self.scale), ("softcap", self.softcap)] {
+            if let Some(number) = number {
+                attributes.set_item(name, number)?;
+            }
+        }
+        for (name, number) in [
+            ("window_left", whole(self.window.0)),
+            ("window_right", whole(self.window.1)),
+            ("chunk", whole(Some(self.chunk))),
+            ("max_seqlen_q", self.most_queries),
+            ("max_seqlen_k", self.most_keys),
+        ] {
+            if let Some(number) = number {
+                attributes.set_item(name, number)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the numbers from the attributes that [`Numbers::write`] wrote.
+    pub(crate) fn of_attributes(call: &xla::Call<'_>, batch_invariant: bool) -> Numbers {
+        let whole = |name| call.integer(name).and_then(|number| usize::try_from(number).ok());
+        Numbers {
+            scale: call.number("scale"),
+            causal: call.flag("causal"),
+            window: (whole("window_left"), whole("window_right")),
+            chunk: whole("chunk").unwrap_or_default(),
+            softcap: call.number("softcap"),
+            most_queries: call.integer("max_seqlen_q"),
+            most_keys: call.integer("max_seqlen_k"),
+            batch_invariant,
+        }
+    }
+
+    /// Returns the score rules that are numbers.
+    pub(crate) fn scores(&self) -> Scores {
+        let mut scores = Scores::default();
+        (scores.scale, scores.softcap) = (self.scale, self.softcap);
+        scores
     }
 }
 
@@ -94,24 +176,29 @@ pub(crate) fn integer(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
     value.extract().map_err(|error| unfit(error, name, value, "a whole number of 64 bits"))
 }
 
+/// Reads a number that stays finite in 32 bits.
 fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
-    Ok(read_finite(name, value)? as f32)
+    let number = float(name, value)? as f32;
+    if number.is_finite() { Ok(number) } else { Err(beyond(name, value, FINITE)) }
 }
 
-/// Reads a number that stays finite in 32 bits.
-fn read_finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
-    let expected = "a finite number";
-    let number: f64 = value.extract().map_err(|error| unfit(error, name, value, expected))?;
-    if (number as f32).is_finite() { Ok(number) } else { Err(beyond(name, value, expected)) }
+fn float(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    value.extract().map_err(|error| unfit(error, name, value, FINITE))
 }
 
 fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
-    match read_finite("softcap", value)? {
-        // Compared before rounding: a cap that only underflows to zero in f32 is an error, not "no
-        // cap".
-        0.0 => Ok(None),
-        cap if cap as f32 > 0.0 => Ok(Some(cap as f32)),
-        _ => Err(beyond("softcap", value, "a positive number, or 0")),
+    let name = "softcap";
+    cap(float(name, value)?).map_err(|expected| beyond(name, value, expected))
+}
+
+/// Returns the cap that a softcap argument asks for, or what was expected instead.
+fn cap(softcap: f64) -> Result<Option<f32>, &'static str> {
+    match softcap as f32 {
+        // Before rounding: a cap that only underflows to zero in f32 is an error, not "no cap".
+        _ if softcap == 0.0 => Ok(None),
+        cap if !cap.is_finite() => Err(FINITE),
+        cap if cap > 0.0 => Ok(Some(cap)),
+        _ => Err("a positive number, or 0"),
     }
 }
 

@@ -384,7 +384,7 @@ impl Request {
             list.on(name, query.place, q)?;
         }
 
-        let Numbers { scale, causal, window, chunk, softcap, most_queries, .. } = self.numbers;
+        let Numbers { causal, window, chunk, most_queries, .. } = self.numbers;
         let queries = match &self.query_starts {
             None => query.sizes[1],
             Some(_) => most(self.most_names()[0], most_queries, query.sizes[1])?,
@@ -416,12 +416,7 @@ impl Request {
             right = Some((queries - keys).max(0) as usize);
         }
         problem.mask = Mask::window(left, right).with_chunk(chunk);
-        if let Some(scale) = scale {
-            problem = problem.with_scale(scale);
-        }
-        if let Some(softcap) = softcap {
-            problem = problem.with_softcap(softcap);
-        }
+        problem.scores = self.numbers.scores();
         if self.numbers.batch_invariant {
             problem = problem.batch_invariant();
         }

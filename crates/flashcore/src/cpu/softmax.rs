@@ -1,4 +1,4 @@
-//! From products to probabilities: scale, softcap, bias, functions, mask and the online softmax.
+//! From products to probabilities: scale, cap, bias, functions, mask and the online softmax.
 //!
 //! The rows of the softmax are the columns of a panel, so that each vector lane has a row of its
 //! own.
@@ -16,7 +16,7 @@ use crate::problem::{RowFunctions, RowScores};
 pub(super) struct Rows<'a> {
     /// Softmax scale.
     scale: f32,
-    /// Softcap of the scores.
+    /// Cap of the scores.
     cap: Option<f32>,
     /// Whether some row has an ALiBi slope.
     sloped: bool,
@@ -208,12 +208,12 @@ impl<'a> Rows<'a> {
         self.bias::<S, COLUMNS>(simd, lanes, keys, panel);
     }
 
-    /// Returns the softcap.
+    /// Returns the cap of the scores.
     pub(super) fn cap(&self) -> Option<f32> {
         self.cap
     }
 
-    /// Scales products, and applies the softcap.
+    /// Scales products, and applies the cap.
     #[inline(always)]
     pub(super) fn scale_and_cap<S: Simd, const COLUMNS: usize>(&self, simd: S, panel: &mut [f32]) {
         let panel = rows_mut::<S, COLUMNS>(panel);

@@ -185,7 +185,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::inputs::{InputTensors, Inputs};
-    use crate::problem::{Alibi, Mask, Scores};
+    use crate::problem::{Mask, Scores};
 
     /// Returns the indices, log-sum-exps and outputs of all rows, by one path or the other.
     fn rows(problem: &Problem, inputs: Inputs<'_>, are_few: bool) -> Vec<f32> {
@@ -208,7 +208,7 @@ mod tests {
             .with_kv_heads(3)
             .with_value_head_dim(29)
             .with_key_length(2 * CHUNK + 5);
-        let rules = Scores::default().with_softcap(3.0).with_alibi(Alibi::PerHead).with_sinks();
+        let rules = Scores::EVERY_RULE;
         for problem in [
             plain.clone(),
             plain.clone().with_dtype(DType::BF16).with_mask(Mask::CAUSAL),

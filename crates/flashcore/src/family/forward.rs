@@ -285,7 +285,7 @@ mod tests {
         assert!(!shares("b=32,h=16,s=512,d=128,bf16"));
         assert!(!shares("b=1,h=33,s=4096,d=128,bf16"));
         assert!(!shares("b=4,h=16,s=4096,d=128,bf16,causal"));
-        assert!(!shares("b=4,h=16,s=4096,d=128,bf16,softcap=30"));
+        assert!(!shares("b=4,h=16,s=4096,d=128,bf16,alibi"));
         assert!(!shares("b=4,h=16,s=4096,d=192,bf16"));
         let problem = "b=4,h=16,s=4096,d=128,bf16".parse().unwrap();
         let choice = choose(&Chip::H200, &problem).unwrap();

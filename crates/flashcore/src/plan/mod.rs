@@ -121,12 +121,8 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let scores = asked.problem.scores;
-        let chosen = match (asked.problem.pass, scores.function, scores.softcap) {
-            (Pass::Backward, Some(function), Some(_)) => {
-                let name = function.name();
-                Err(format!("of capped scores the function {name} has no gradients: cap in it"))
-            }
+        let chosen = match (asked.problem.pass, asked.problem.scores.without_gradients()) {
+            (Pass::Backward, Some(reason)) => Err(reason),
             _ if asked.problem.batch_invariant && !family.is_batch_invariant() => {
                 Err("the bits of its results depend on the batch".to_owned())
             }
@@ -204,8 +200,8 @@ pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> 
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// What is computed, serialized as its text. Windows and softcaps that were written as
-    /// functions have been replaced by the mask's window and the named softcap.
+    /// What is computed, serialized as its text. Rules with a name that were written as
+    /// functions, such as windows, have been replaced by fields of its mask and scores.
     #[serde(serialize_with = "as_text")]
     pub problem: Problem,
     /// The kernel that will run.

@@ -1,11 +1,11 @@
 //! Masks and scores as functions, and the tensors that they load from.
 
 use kernels::attention::function::{
-    Capped, Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
+    Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
 };
 use serde::{Serialize, Serializer};
 
-use super::{Mask, Pass, Problem, Scores};
+use super::{Mask, Problem};
 
 /// Serializes a function as its text.
 pub(super) fn as_text<S: Serializer>(
@@ -49,25 +49,11 @@ impl Problem {
         Ok(())
     }
 
-    /// Returns an equivalent problem in which the parts of its functions that are a window or a
-    /// softcap are replaced by [`Mask::left`], [`Mask::right`] and [`Scores::softcap`], which
-    /// kernels evaluate faster. The captured tensors stay the same.
+    /// Returns an equivalent problem in which the parts of its functions that are rules with
+    /// a name (windows, caps of scores) are replaced by fields of [`Mask`] and
+    /// [`Scores`](super::Scores), which kernels evaluate faster. The captured tensors stay the same.
     pub(crate) fn with_rules_by_name(&self) -> Problem {
         self.with_windows_by_name().with_caps_by_name()
-    }
-
-    /// Replaces a softcap at the start of the score function by [`Scores::softcap`], unless a
-    /// softcap is set already or there are ALiBi slopes, whose bias is added before the function
-    /// but after a named softcap. The backward kernels differentiate either a softcap or a
-    /// function, not both, so in the backward pass the whole function must be the softcap.
-    fn with_caps_by_name(self) -> Problem {
-        let function = self.scores.function.filter(|_| self.scores.softcap.is_none());
-        let function = function.filter(|_| !self.scores.has_alibi());
-        let capped = function.and_then(|function| function.capped());
-        let capped = capped.filter(|it| it.rest.is_none() || self.pass == Pass::Forward);
-        let Some(Capped { cap, rest }) = capped else { return self };
-        let scores = Scores { softcap: Some(cap), function: rest, ..self.scores };
-        Problem { scores, ..self }
     }
 
     /// Replaces the part of the mask function that is a window by [`Mask::left`] and
@@ -231,7 +217,7 @@ impl RowFunctions<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::Alibi;
+    use crate::problem::Scores;
 
     #[test]
     fn functions_stand_in_their_places() {
@@ -262,28 +248,6 @@ mod tests {
             problem.with_scores(scores(2)).validate().unwrap_err().to_string(),
             "mask and score have different tensors table"
         );
-    }
-
-    #[test]
-    fn caps_in_functions_are_caps_by_name() {
-        let capped = Scores::from_fn("capped", |score, _| 30.0 * (score / 30.0).tanh());
-        let problem = Problem::new(1, 2, 16, 64);
-        let by_function = problem.clone().with_scores(capped);
-        let by_name = problem.clone().with_scores(Scores::default().with_softcap(30.0));
-        assert_eq!(by_function.with_rules_by_name(), by_name);
-        assert_eq!(by_function.backward().with_rules_by_name(), by_name.backward());
-        let moved = Function::score("moved", |score, at| score + at.key().to_f32());
-        let moved = capped.function.unwrap().then(moved).unwrap();
-        let moved = problem.clone().with_scores(Scores::default().with_function(moved));
-        assert_eq!(moved.with_rules_by_name().scores.softcap, Some(30.0));
-        for other in [
-            moved.backward(),
-            problem.clone().with_scores(capped.with_softcap(5.0)),
-            // The function caps scores with their ALiBi bias; a named softcap comes before the bias.
-            problem.with_scores(capped.with_alibi(Alibi::PerHead)),
-        ] {
-            assert_eq!(other.with_rules_by_name(), other);
-        }
     }
 
     #[test]

@@ -78,7 +78,7 @@ pub struct Problem {
     pub descales: Descales,
     /// Which keys a query may see.
     pub mask: Mask,
-    /// How the product of a query and a key becomes a score: scale, softcap, ALiBi, sinks,
+    /// How the product of a query and a key becomes a score: scale, cap, ALiBi, sinks,
     /// function.
     pub scores: Scores,
     /// Storage of the queries and of the outputs.

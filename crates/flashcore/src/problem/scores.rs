@@ -11,10 +11,10 @@
 
 use std::hash::{Hash, Hasher};
 
-use kernels::attention::function::{At, Function, Traced};
+use kernels::attention::function::{At, Capped, Function, Traced};
 use serde::Serialize;
 
-use super::{Problem, function};
+use super::{Pass, Problem, function};
 
 /// The rules that turn the product of a query and a key into a score.
 ///
@@ -64,6 +64,9 @@ pub enum ScoreError {
     #[error("the softcap must be positive and finite, not {0}")]
     Softcap(f32),
 }
+
+/// The words of the score rules in a problem's text, for its errors.
+pub(super) const SCORE_WORDS: &str = "softcap=, alibi, sinks";
 
 impl Scores {
     const PLAIN: Scores =
@@ -138,6 +141,13 @@ impl Scores {
         Scores { scale: None, ..*self } != Scores::PLAIN
     }
 
+    /// Returns why kernels cannot differentiate these scores, if they cannot.
+    pub(crate) fn without_gradients(&self) -> Option<String> {
+        let (Some(function), Some(_)) = (self.function, self.softcap) else { return None };
+        let name = function.name();
+        Some(format!("of capped scores the function {name} has no gradients: cap in it"))
+    }
+
     pub(super) fn validate(&self) -> Result<(), ScoreError> {
         match self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             Some(softcap) => Err(ScoreError::Softcap(softcap)),
@@ -191,6 +201,20 @@ impl Problem {
     /// Sets the softcap.
     pub fn with_softcap(self, softcap: f32) -> Self {
         Problem { scores: self.scores.with_softcap(softcap), ..self }
+    }
+
+    /// Replaces a softcap at the start of the score function by [`Scores::softcap`], unless a
+    /// softcap is set already or there are ALiBi slopes, whose bias is added before the function
+    /// but after a named softcap. The backward kernels differentiate either a softcap or a
+    /// function, not both, so in the backward pass the whole function must be the softcap.
+    pub(super) fn with_caps_by_name(self) -> Problem {
+        let function = self.scores.function.filter(|_| self.scores.softcap.is_none());
+        let function = function.filter(|_| !self.scores.has_alibi());
+        let capped = function.and_then(|function| function.capped());
+        let capped = capped.filter(|it| it.rest.is_none() || self.pass == Pass::Forward);
+        let Some(Capped { cap, rest }) = capped else { return self };
+        let scores = Scores { softcap: Some(cap), function: rest, ..self.scores };
+        Problem { scores, ..self }
     }
 
     /// Gives each query head an ALiBi slope.
@@ -319,5 +343,27 @@ mod tests {
         assert!(!Scores::default().with_scale(2.0).has_rules());
         assert!(Scores::EACH_RULE.iter().all(Scores::has_rules));
         assert!(Scores::EVERY_RULE.has_rules());
+    }
+
+    #[test]
+    fn caps_in_functions_are_caps_by_name() {
+        let capped = Scores::from_fn("capped", |score, _| 30.0 * (score / 30.0).tanh());
+        let problem = Problem::new(1, 2, 16, 64);
+        let by_function = problem.clone().with_scores(capped);
+        let by_name = problem.clone().with_scores(Scores::default().with_softcap(30.0));
+        assert_eq!(by_function.with_rules_by_name(), by_name);
+        assert_eq!(by_function.backward().with_rules_by_name(), by_name.backward());
+        let moved = Function::score("moved", |score, at| score + at.key().to_f32());
+        let moved = capped.function.unwrap().then(moved).unwrap();
+        let moved = problem.clone().with_scores(Scores::default().with_function(moved));
+        assert_eq!(moved.with_rules_by_name().scores.softcap, Some(30.0));
+        for other in [
+            moved.backward(),
+            problem.clone().with_scores(capped.with_softcap(5.0)),
+            // The function caps scores with their ALiBi bias; a named softcap comes before the bias.
+            problem.with_scores(capped.with_alibi(Alibi::PerHead)),
+        ] {
+            assert_eq!(other.with_rules_by_name(), other);
+        }
     }
 }

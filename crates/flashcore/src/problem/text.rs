@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use kernels::attention::function::Function;
 
+use super::scores::SCORE_WORDS;
 use super::{DTypes, Descales, Lists, Mask, Pass, Problem, Scores, Storage};
 use crate::dtype::DType;
 
@@ -11,7 +12,7 @@ use crate::dtype::DType;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
-     there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
+     there are window=LEFT:RIGHT, chunk=, {SCORE_WORDS}, queries=packed:ROWS, \
      keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
      key_lengths, left_padding, batch_index, q_descale=head, k_descale=, v_descale=head or token, \
      mask=(mask ...), score=(score ...), batch_invariant, backward and deterministic too"
@@ -215,8 +216,8 @@ mod tests {
             "batch 1, heads 6/2, length 1024, head dim 192/128, bf16, scale=0.5"
         );
         assert_eq!(
-            parse("window=4096:0,softcap=30,sinks,alibi").unwrap(),
-            "batch 1, heads 8, length 1024, head dim 128, bf16, window=4096:0, softcap=30, \
+            parse("window=4096:0,scale=2,sinks,alibi").unwrap(),
+            "batch 1, heads 8, length 1024, head dim 128, bf16, window=4096:0, scale=2, \
              alibi, sinks"
         );
         assert_eq!(parse("window=:0").unwrap(), parse("causal").unwrap());

@@ -454,7 +454,7 @@ mod tests {
             ("b=1,h=32,s=0,d=128,bf16", 8, "there are no tokens"),
             ("b=0,h=32,s=8,d=128,bf16", 8, "there are no tokens"),
             ("b=1,h=32,s=8,sk=16,d=128,bf16", 8, "8 queries over 16 keys"),
-            ("b=1,h=32,s=8,d=128,bf16,softcap=30", 8, "plain scores alone"),
+            ("b=1,h=32,s=8,d=128,bf16,sinks", 8, "plain scores alone"),
             ("b=1,h=32,s=4096,d=80,bf16", 8, "no forward times like those of"),
         ] {
             assert!(refused(text, ranks).contains(said), "{text}: {}", refused(text, ranks));

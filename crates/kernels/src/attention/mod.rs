@@ -2,10 +2,10 @@
 //!
 //! | module | its subject |
 //! | --- | --- |
-//! | [`rules`] | the mask kind, softcap, ALiBi and sinks that a kernel is built for; the numbers of a mask on the host |
+//! | [`rules`] | the mask kind, score rules and sinks that a kernel is built for; the numbers of a mask on the host |
 //! | [`function`] | mask and score functions that a caller writes |
 //! | `visibility` | which keys a row sees, which key blocks a tile needs, and masking of the rest |
-//! | `scores` | softcap and ALiBi, between QK^T and the softmax |
+//! | `scores` | the score rules, between QK^T and the softmax |
 //! | `softmax` | the guarded softmax of a thread's rows |
 //! | `rows` | the end of a row: the factor of its output and its log-sum-exp |
 //! | `descale` | the descale factors of FP8 products |

@@ -87,6 +87,12 @@ impl Rules {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
 
+    /// Returns whether scores have gradients: kernels differentiate a softcap or a score function,
+    /// not one after the other.
+    pub const fn has_gradients(&self) -> bool {
+        !(self.softcap && self.score_function.is_some())
+    }
+
     /// Returns the functions, the mask's first.
     pub fn functions(&self) -> impl Iterator<Item = Function> + use<> {
         self.mask_function.into_iter().chain(self.score_function)

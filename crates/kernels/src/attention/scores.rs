@@ -46,6 +46,11 @@ impl ScoreRule {
         }
     }
 
+    /// Returns whether scores are capped.
+    pub(crate) const fn is_capped(&self) -> bool {
+        self.cap.is_some()
+    }
+
     /// Lets a score function that only adds to scores take them before their scale, which must be
     /// positive: the softmax then applies the scale.
     pub(crate) fn with_scale_last(self, k: &mut Builder, rules: &Rules) -> Self {
@@ -213,7 +218,14 @@ impl SmallTanh {
 
 /// Stands for the tanh of a hidden score in the backward pass: -2^63. Its weight is zero, and its
 /// slope, `1 - tanh^2`, is finite.
-pub(crate) const HIDDEN_TANH: f32 = -9.223_372e18;
+const HIDDEN_TANH: f32 = -9.223_372e18;
+
+impl Rules {
+    /// Returns what a score that the mask hides becomes before its last factor.
+    pub(crate) const fn hidden_score(&self) -> f32 {
+        if self.softcap { HIDDEN_TANH } else { f32::NEG_INFINITY }
+    }
+}
 
 /// Smallest last factor of capped scores for which [`HIDDEN_TANH`] gives a weight of zero.
 const LEAST_OUTER: f32 = 1.0 / (1u64 << 40) as f32;

@@ -15,7 +15,7 @@ use super::persistent::{Claims, Handover};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
-use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, alibi, distances};
+use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
@@ -464,7 +464,7 @@ impl Consumer {
     }
 
     /// Turns scores into `P` in place. With `capped`, `P` is rounded into that operand at once, for
-    /// the score registers keep `P` times the derivative of the softcap (or of the score function).
+    /// the score registers keep `P` times the derivative of the score.
     pub(super) fn exponentials(
         &self,
         k: &mut Builder,
@@ -768,8 +768,7 @@ impl<'a> Warpgroup<'a> {
             let key = self.key(k, part);
             let lengths = place.lengths(k);
             let seen = place.visibility.seen_from(k, rows, key, first, lengths);
-            let capped = self.backward.rules.softcap;
-            seen.set_others(k, scores, if capped { HIDDEN_TANH } else { f32::NEG_INFINITY });
+            seen.set_others(k, scores, self.backward.rules.hidden_score());
         });
     }
 

@@ -413,7 +413,7 @@ impl Backward {
             (!self.fits(2), "there is not enough shared memory"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (
-                self.rules.softcap && self.rules.score_function.is_some(),
+                !self.rules.has_gradients(),
                 "capped scores that go through a function are not differentiated",
             ),
             (

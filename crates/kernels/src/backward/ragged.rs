@@ -35,8 +35,8 @@ pub(super) struct Ragged {
     /// The number of query blocks of a head in the workspace.
     pub(super) query_blocks: Reg<U32>,
     words: u32,
-    /// Whether each step reads the visible query blocks from shared memory again: where softcap and
-    /// ALiBi together leave no registers for them.
+    /// Whether each step reads the visible query blocks from shared memory again: where capped
+    /// scores and ALiBi together leave no registers for them.
     pub(super) looks_again: bool,
     /// Whether additions to `dQ` come in one fixed order.
     deterministic: bool,
@@ -69,13 +69,14 @@ impl Ragged {
     pub(super) const BYTES: u32 = 4 * word::COUNT;
 
     pub(super) fn parameters(k: &mut Builder, pass: &BackwardPass) -> Self {
+        let rules = &pass.rules;
         Ragged {
             schedule: Workspace::Schedule.address(k),
             query_block: pass.query_block,
             key_block: pass.key_block,
             query_blocks: Number::QueryBlocks.read(k),
             words: k.shared("tile", Ragged::BYTES, 16),
-            looks_again: pass.rules.softcap && pass.rules.alibi,
+            looks_again: rules.alibi && rules.has_slopes() && rules.score_function.is_none(),
             deterministic: pass.deterministic,
         }
     }

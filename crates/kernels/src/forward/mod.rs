@@ -344,7 +344,7 @@ impl Forward {
     ///   batch);
     /// - the address of the log-sum-exps, (batch, head, query) in `f32`;
     /// - the query length and the key length, which must not be zero;
-    /// - the softmax scale, which must be positive, or with a softcap its two factors
+    /// - the softmax scale, which must be positive, or the two factors of capped scores
     ///   ([`Scale`](crate::parameter::Scale));
     /// - the address of the tile lists ([`TileLists`]), or without lists the number of tiles;
     /// - the [`Divisor`]s (number, multiplier, shift) of the query tiles per head, of the query
@@ -463,10 +463,10 @@ impl Forward {
     /// ([`Warpgroup::new`](warpgroup::Warpgroup::new)), which saves up to 65 moves to uniform
     /// registers in the main loop. On an H200 this gains 1 to 4 % where the index is part of the
     /// query address and warpgroups take turns. It costs 1 to 2 % with queries in registers, 0.5 to
-    /// 1.4 % without turns and 2.5 % with a softcap; with functions the loop spills.
+    /// 1.4 % without turns and 2.5 % with capped scores; with functions the loop spills.
     fn index_from_one_lane(&self) -> bool {
         let functions = self.rules.mask_function.is_some() || self.rules.score_function.is_some();
-        let plain = !self.rules.softcap && !functions;
+        let plain = !self.rules.has_slopes() && !functions;
         self.query_source == Source::Shared && self.ping_pong && plain
     }
 

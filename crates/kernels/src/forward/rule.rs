@@ -1,4 +1,4 @@
-//! What happens between `Q K^T` and the softmax: softcap, ALiBi, score functions and the mask.
+//! What happens between `Q K^T` and the softmax: the score rules, score functions and the mask.
 
 use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
 

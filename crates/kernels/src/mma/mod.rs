@@ -17,7 +17,7 @@
 //!
 //! Each stage of the kernel has its file: `place` assigns rows and keys to thread blocks, `ragged`
 //! does so for variable-length batches, `copies` loads tiles, `products` has the matrix products,
-//! `rule` the softcap, ALiBi and masks, `softmax` the online softmax, `walk` the loop above,
+//! `rule` the score rules and masks, `softmax` the online softmax, `walk` the loop above,
 //! `epilogue` stores, and `tuned` chooses the configuration for a problem. `backward` is the kernel
 //! for gradients.
 

@@ -1,4 +1,4 @@
-//! Turns a block's products `QK^T` into scores before the softmax: softcap, ALiBi, masks,
+//! Turns a block's products `QK^T` into scores before the softmax: score rules, masks,
 //! functions.
 
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator};
@@ -53,7 +53,7 @@ impl RuleParameters {
 pub(super) struct Rule {
     scores: ScoreRule,
     visibility: Visibility,
-    /// Whether a rule changes scores: softcap, ALiBi or a score function.
+    /// Whether a rule changes scores: [`Rules::changes_scores`].
     changes: bool,
     /// The ALiBi slope, in units of scores before their scale.
     slope: Option<Reg<F32>>,

@@ -1,12 +1,12 @@
-//! Recognises softcaps in score functions: `cap * tanh(score / cap)`, however it is written.
+//! Recognises caps in score functions: `cap * tanh(score / cap)`, however it is written.
 //!
-//! A softcap by name is faster: the scale is folded into it, and scores well below the cap take a
-//! polynomial.
+//! The rule by name ([`Rules`](crate::attention::Rules)) is faster: the scale is folded into it, and
+//! scores well below the cap take a polynomial.
 
 use super::Function;
 use super::node::{Binary, Constant, Id, Kind, Node, Symbol, Unary};
 
-/// A softcap, and the rest of a score function.
+/// The cap of scores, and the rest of a score function.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capped {
     /// The cap: scores `s` become `cap * tanh(s / cap)` first.
@@ -16,7 +16,7 @@ pub struct Capped {
 }
 
 impl Function {
-    /// Takes a softcap out of a score function whose every use of the score is through it.
+    /// Takes the cap out of a score function whose every use of the score is through it.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::Function;
@@ -59,7 +59,7 @@ impl Function {
         Some(Capped { cap, rest: Some(rest) })
     }
 
-    /// Returns the cap, where a node is a softcap of the score.
+    /// Returns the cap, where a node is the capped score.
     fn cap(&self, id: Id) -> Option<f32> {
         let nodes = &self.body().nodes;
         let constant = |id: Id| match nodes[id as usize] {

@@ -16,7 +16,7 @@
 //! | `slope` | the derivative of a score function |
 //! | `interval` | the possible results over ranges of queries and keys |
 //! | `window` | extraction of the part of a mask that is a window by name |
-//! | `cap` | extraction of the part of a score that is a softcap by name |
+//! | `cap` | extraction of the part of a score function that caps scores |
 //! | `pattern` | block-sparse patterns that the caller has |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `scale` | score functions that only add, applied before the scale |

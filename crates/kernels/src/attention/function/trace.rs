@@ -435,7 +435,7 @@ impl Function {
         Function::traced(Kind::Mask, name, |at| seen(at).id)
     }
 
-    /// Traces a score function: what a score becomes. The score is given after scale, softcap and
+    /// Traces a score function: what a score becomes. The score is given after scale, cap and
     /// ALiBi, and the result is what the softmax takes the exponential of.
     ///
     /// # Panics

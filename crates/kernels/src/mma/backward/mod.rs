@@ -274,7 +274,7 @@ impl BackwardMma {
             (self.ahead > 1 || self.residents == 0, "copies run one block ahead, or none"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (
-                self.rules.softcap && self.rules.score_function.is_some(),
+                !self.rules.has_gradients(),
                 "capped scores that go through a function are not differentiated",
             ),
             (!self.fits(), "there is not enough shared memory"),

@@ -17,7 +17,6 @@ pub(super) struct WeightRule {
     slopes: Option<Slopes>,
     /// The softmax scale, by which `dK` is multiplied at the end.
     pub(super) scale: Reg<F32>,
-    capped: bool,
     functions: Functions,
     has_slopes: bool,
 }
@@ -37,7 +36,6 @@ impl WeightRule {
             scores: ScoreRule::parameters(k, rules),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             scale: Scale::Natural.read(k),
-            capped: rules.softcap,
             functions: Functions::of_gradients(k, rules),
             has_slopes: rules.has_slopes(),
         }
@@ -128,7 +126,7 @@ impl WeightRule {
                 });
                 rounded.set_pair(k, row, group, weights);
                 for (score, weight) in pair.into_iter().zip(weights) {
-                    if !self.capped {
+                    if !self.scores.is_capped() {
                         k.set(score, weight);
                         continue;
                     }
