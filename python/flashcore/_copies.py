@@ -46,7 +46,7 @@ def attend(
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
         numbers = (1.0 / math.sqrt(dim), *numbers[1:])
-    q, k = (_filled(_side_by_side(tensor)) for tensor in (q, k))
+    q, k = (fill(_side_by_side(tensor)) for tensor in (q, k))
     out = tensors[15] if len(tensors) > 15 else None
     if out is not None:
         _check_out(out, q, (*q.shape[:-1], v.shape[-1]))
@@ -54,7 +54,7 @@ def attend(
     outputs, sums = [], None
     for begin in range(0, v.shape[-1], _WIDEST):
         piece = v[..., begin : begin + _WIDEST]
-        filled = _filled(_side_by_side(piece))
+        filled = fill(_side_by_side(piece))
         result = call((q, k, filled, *lists), numbers, function, lse, deterministic)
         output, sums = result if lse else (result, None)
         outputs.append(output[..., : piece.shape[-1]])
@@ -75,7 +75,7 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
     if not all(_can_be_copied(tensor) for tensor in given) or any(it is None for it in caches):
         return None
     for name, cache in zip(("k_cache", "v_cache"), caches):
-        _check_writable(name, cache)
+        check_writable(name, cache)
     odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
     if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
         return None
@@ -84,8 +84,8 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
         # Padding with zeros would hide that the head dims differ.
         if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")
-    filled = tuple(_filled(tensor) for tensor in caches)
-    copied = tuple(None if tensor is None else _filled(_side_by_side(tensor)) for tensor in rows)
+    filled = tuple(fill(tensor) for tensor in caches)
+    copied = tuple(None if tensor is None else fill(_side_by_side(tensor)) for tensor in rows)
     rotated, lengths = call((*filled, *copied, *others), flags)
     for cache, copy in zip(caches, filled):
         if copy is not cache:
@@ -130,10 +130,10 @@ def _check_out(out: Any, like: Any, shape: tuple[int, ...]) -> None:
     small = like.dtype.itemsize == 1
     if str(out.dtype).rpartition(".")[2] != ("bfloat16" if small else str(like.dtype).rpartition(".")[2]):
         raise TypeError(f"out has element type {out.dtype}, expected {'bfloat16' if small else like.dtype}")
-    _check_writable("out", out)
+    check_writable("out", out)
 
 
-def _check_writable(name: str, tensor: Any) -> None:
+def check_writable(name: str, tensor: Any) -> None:
     """Refuses tensors that cannot be written, and those whose elements share memory."""
     if not getattr(getattr(tensor, "flags", None), "writeable", True):
         raise ValueError(f"{name} is read-only, expected an array that can be written")
@@ -183,7 +183,7 @@ def _copied(copy: Callable[[], Any]) -> Any:
         raise MemoryError(f"no memory for a copy: {error}") from None
 
 
-def _filled(tensor: Any) -> Any:
+def fill(tensor: Any) -> Any:
     """Pads the last dimension with zeros to a head dim that kernels have."""
     dim = tensor.shape[-1]
     missing = -dim % _MULTIPLE

@@ -594,19 +594,28 @@ def _check_sliceable(name: str, tensor: Any) -> None:
 
 def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> Any:
     """Combines parts with a batch dimension; head dims wider than the kernel's are taken in
-    pieces."""
+    pieces, and those that are no multiples of 8 filled up."""
     widest = 256
     dim = int(out_partial.shape[-1]) if _dimensions(out_partial) else 0
+    if (dim > widest or dim % 8) and out is not None and tuple(out.shape) != tuple(out_partial.shape[1:]):
+        raise ValueError(f"out has shape {list(out.shape)}, expected {list(out_partial.shape[1:])}")
     if dim > widest:
         outputs = []
         for begin in range(0, dim, widest):
             at = (..., slice(begin, begin + widest))
-            if out is not None and tuple(out.shape) != tuple(out_partial.shape[1:]):
-                raise ValueError(f"out has shape {list(out.shape)}, expected {list(out_partial.shape[1:])}")
             into = None if out is None else out[at]
             output, lse = _combine(out_partial[at], lse_partial, into, out_dtype)
             outputs.append(output)
         return _copies.join(outputs) if out is None else out, lse
+    if dim % 8:
+        if out is not None:
+            _copies.check_writable("out", out)
+        into = None if out is None else _copies.fill(out)
+        output, lse = _combine(_copies.fill(out_partial), lse_partial, into, out_dtype)
+        if out is None:
+            return output[..., :dim], lse
+        out[...] = output[..., :dim]
+        return out, lse
     name = None if out_dtype is None else _name(out_dtype)
     tensors = (out_partial, lse_partial, out)
     if is_compiling():

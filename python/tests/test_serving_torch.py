@@ -352,6 +352,15 @@ def test_parts_put_together(device):
     out = torch.zeros(2, 5, 8, 64, device=device, dtype=torch.float16)[:, :, ::2]
     again, _ = flash_attn_combine(outputs, lses, out=out)
     assert again is out and (out.float() - exact).abs().max().item() < 2e-3
+    # Head dims that no kernel has.
+    for dim in (60, 9):
+        found, same = flash_attn_combine(outputs[..., :dim], lses)
+        assert (found - exact[..., :dim]).abs().max().item() < 1e-5 and torch.equal(same, lse)
+        into = torch.zeros(2, 5, 4, dim + 1, device=device, dtype=torch.float16)[..., :dim]
+        again, _ = flash_attn_combine(outputs[..., :dim], lses, out=into)
+        assert again is into and (into.float() - exact[..., :dim]).abs().max().item() < 2e-3
+        with pytest.raises(ValueError, match="out has shape .* expected"):
+            flash_attn_combine(outputs[..., :dim], lses, out=out)
     nobody, lse = flash_attn_combine(outputs[3:], lses[3:])
     assert not nobody.any() and (lse == -math.inf).all()
     for at in range(2):
