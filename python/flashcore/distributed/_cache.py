@@ -159,11 +159,14 @@ def decode(
         # As `flash_attn_combine` has them: (batch, new, heads).
         return out.view(batch, new, *out.shape[2:]), lse.transpose(1, 2).reshape(batch, new, heads)
 
+    def positions() -> Any:
+        return lengths - new + torch.arange(new, device=lengths.device)
+
     # A rank's rows are not contiguous in the sequence, so what queries see of them is not a causal mask or a window.
-    position = lengths - new + torch.arange(new, device=lengths.device)
     # A sink is one score of the whole row, so only one part may have it.
     sinks = s_aux if moves.rank == 0 else None
     if left >= 0 or chunk > 0:
+        position = positions()
         first = position - left if left >= 0 else torch.zeros_like(position)
         first = torch.maximum(first, position // chunk * chunk) if chunk > 0 else first
         out, lse = attend(own(position + 1), own(first), sinks)
@@ -172,7 +175,7 @@ def decode(
     else:
         # All queries see the rows from before; each sees the new rows, which are few, up to its own.
         before = own(lengths - new)
-        outs, sums = map(torch.stack, zip(attend(before, None, sinks), attend(own(position + 1), before, None)))
+        outs, sums = map(torch.stack, zip(attend(before, None, sinks), attend(own(positions() + 1), before, None)))
         out, lse = flash_attn_combine(outs, sums, out_dtype=torch.float32)
     # Pairs of numbers are read together: each rank's part begins at an even place.
     sizes = (out.numel(), lse.numel() + lse.numel() % 2)
