@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 import types
 
 import pytest
@@ -901,6 +902,51 @@ def test_block_masks_of_pytorch(device, monkeypatch):
     near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, seen), q.dtype)
     with pytest.raises(TypeError, match="block_mask is a <class 'int'>"):
         flex_attention(q, k, v, block_mask=3)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_a_block_mask_that_changes():
+    """The memory of lists that nobody needs any more is used again on the same stream: to free it would be to wait."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length = 2048
+    q, k, v = tensors("cuda", 1, 2, length, length, 64)
+    theirs = create_block_mask(causal, None, None, length, length, device="cuda")
+    whole = theirs.full_kv_num_blocks.clone()
+    expected_of = {kept: None for kept in (False, True)}
+    for kept in (True, False, True, False):
+        # Plans are made, and both masks are known.
+        theirs.full_kv_num_blocks.copy_(whole * kept)
+        expected_of[kept] = flex_attention(q, k, v, block_mask=theirs)
+    assert not torch.equal(*expected_of.values())
+    stream = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    found = []
+    began = time.perf_counter()
+    for kept in (True, False, True):
+        theirs.full_kv_num_blocks.copy_(whole * kept)
+        found.append(flex_attention(q, k, v, block_mask=theirs))
+    seconds = time.perf_counter() - began
+    assert not stream.query(), "the nap should last longer than the calls"
+    assert seconds < 0.03, "a call waited for the device"
+    for kept, out in zip((True, False, True), found):
+        assert torch.equal(out, expected_of[kept])
+
+
+def test_block_masks_of_inference_mode():
+    """Their tensors do not tell when they change; other attributes do."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = tensors("cpu")
+    with torch.inference_mode():
+        theirs = create_block_mask(causal, None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=16)
+        assert theirs.kv_indices.is_inference()
+        for _ in range(2):
+            near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, causal), q.dtype)
+        theirs.kv_num_blocks = torch.zeros_like(theirs.kv_num_blocks)
+        theirs.full_kv_num_blocks = torch.zeros_like(theirs.full_kv_num_blocks)
+        assert not flex_attention(q, k, v, block_mask=theirs).any()
 
 
 @DEVICES

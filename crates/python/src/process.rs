@@ -12,6 +12,7 @@ use pyo3::PyResult;
 
 use crate::error;
 use crate::info::Last;
+use crate::rules::Spare;
 
 /// Everything that is kept between calls.
 #[derive(Default)]
@@ -23,6 +24,8 @@ pub(crate) struct Process {
     pub(crate) last: Mutex<Option<Last>>,
     /// Plans of the slow kernel about which the user was warned.
     pub(crate) told: Mutex<Vec<Weak<AttentionPlan>>>,
+    /// Memory of block lists that no mask has any more, the oldest first.
+    pub(crate) spare: Mutex<Vec<Spare>>,
     /// Whether this process has called the driver.
     called: AtomicBool,
     /// Whether a process that this one was forked from has.

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use cuda::{Buffer, DeviceAddress, Event, RelaxedCapture, Stream};
+use cuda::{Buffer, DeviceAddress, Event, RelaxedCapture, Stream, StreamIdentity};
 use flashcore::function::{Function, HostTensor, Kind, Stored, TensorSpec};
 use flashcore::gpu::{AttentionPlan, CapturedTensor, CapturedTensors, Gpu, Tensors};
 use flashcore::plan::Workspace;
@@ -14,7 +14,7 @@ use pyo3::types::PyTuple;
 
 use crate::error;
 use crate::library::Named;
-use crate::process::lock;
+use crate::process::{lock, process};
 use crate::view::{Element, Memory, Place};
 
 /// A mask or score function, parsed from its text.
@@ -53,6 +53,8 @@ struct Lists {
     buffers: [Option<Buffer>; 2],
     /// Recorded behind the launch that computes the lists.
     found: Event,
+    /// The stream of all launches that used the lists; None if there were several.
+    used_on: Option<StreamIdentity>,
     /// Each CUDA graph that captured a launch with these lists holds another reference.
     graph: Arc<()>,
 }
@@ -62,8 +64,52 @@ impl Drop for Lists {
         // Kernels may still write or read the lists: freeing a buffer waits until the device has
         // done what was asked of it. A graph, however, may launch with them at any time, so its
         // buffers are leaked.
+        let buffers = self.buffers.iter_mut().filter_map(Option::take);
         if Arc::strong_count(&self.graph) > 1 {
-            self.buffers.iter_mut().for_each(|buffer| std::mem::forget(buffer.take()));
+            buffers.for_each(std::mem::forget);
+        } else if let Some(stream) = self.used_on {
+            buffers.for_each(|buffer| Spare { ordinal: self.ordinal, stream, buffer }.keep());
+        }
+    }
+}
+
+/// Memory of block lists that are gone, for others on the same stream: these come behind all that
+/// still uses it. A mask that changes in every step would otherwise wait for the device in each.
+pub(crate) struct Spare {
+    ordinal: u32,
+    stream: StreamIdentity,
+    buffer: Buffer,
+}
+
+impl Spare {
+    /// The most memory that is kept.
+    const MOST: u64 = 64 << 20;
+
+    /// Keeps the memory, and frees the oldest where there is too much.
+    fn keep(self) {
+        let mut spare = lock(&process().spare);
+        spare.push(self);
+        let mut kept = 0;
+        let newest = spare.iter().rev().take_while(|it| {
+            kept += it.buffer.bytes();
+            kept <= Spare::MOST
+        });
+        let oldest = spare.len() - newest.count();
+        let freed: Vec<Spare> = spare.drain(..oldest).collect();
+        // Others need not wait for the device as well.
+        drop(spare);
+        drop(freed);
+    }
+
+    /// Returns memory of a size for a stream: some that was kept, or else new memory.
+    fn or_new(gpu: &Gpu, stream: StreamIdentity, bytes: u64) -> Result<Buffer, cuda::Error> {
+        let ordinal = gpu.device().ordinal();
+        let mut spare = lock(&process().spare);
+        let fits =
+            |it: &Spare| (it.ordinal, it.stream, it.buffer.bytes()) == (ordinal, stream, bytes);
+        match spare.iter().position(fits) {
+            Some(index) => Ok(spare.remove(index).buffer),
+            None => Buffer::new(gpu.device(), bytes),
         }
     }
 }
@@ -93,13 +139,14 @@ impl Blocks {
         let mut lists = lock(&self.lists);
         let known = lists.iter().position(|it| it.ordinal == ordinal && it.launches == *launches);
         let _relaxed = RelaxedCapture::begin()?;
+        let identity = stream.identity();
         let index = match known {
             Some(index) => index,
             None if recording.is_some() => return Ok(()),
             None => {
                 let buffers = [Workspace::BlockLists, Workspace::TileLists].map(|workspace| {
                     let bytes = launches.found_bytes(workspace)?;
-                    Some(Buffer::new(gpu.device(), bytes))
+                    Some(Spare::or_new(gpu, identity, bytes))
                 });
                 let [blocks, tiles] = buffers.map(Option::transpose);
                 let buffers = [blocks?, tiles?];
@@ -108,12 +155,13 @@ impl Blocks {
                 plan.prepare(stream, tensors)?;
                 let found = Event::new(gpu.device())?;
                 found.record(stream)?;
-                let (launches, graph) = (launches.clone(), Arc::new(()));
-                lists.push(Lists { ordinal, launches, buffers, found, graph });
+                let (launches, graph, used_on) = (launches.clone(), Arc::new(()), Some(identity));
+                lists.push(Lists { ordinal, launches, buffers, found, used_on, graph });
                 lists.len() - 1
             }
         };
-        let Lists { buffers, graph, found, .. } = &lists[index];
+        let Lists { buffers, graph, found, used_on, .. } = &mut lists[index];
+        *used_on = used_on.filter(|it| *it == identity);
         if !found.is_passed()? {
             match recording {
                 // A graph cannot wait for what is outside of it.
