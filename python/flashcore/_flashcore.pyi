@@ -9,6 +9,7 @@ __all__ = [
     "VERSION",
     "adopt_torch",
     "append",
+    "append_plan_for",
     "attend",
     "attend_backward",
     "combine",
@@ -103,6 +104,9 @@ def empty_like(tensors: tuple[Any, ...], /) -> tuple[Any, ...]: ...
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...
+def append_plan_for(
+    tensors: tuple[Any, ...], flags: tuple[Any, ...], chip: str, /
+) -> tuple[str, int]: ...
 def xla_call(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, /
 ) -> tuple[dict[str, Any], str]: ...

@@ -367,7 +367,7 @@ def flash_attn_with_kvcache(
                 None if rotary_cos is None else rotary_seqlens,
                 *factors,
             ),
-            (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
+            (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q, None),
         )
         q = q if rotated is None else rotated
     elif rotary_cos is not None or rotary_sin is not None or cu_seqlens_k_new is not None:
@@ -407,7 +407,7 @@ def _are_few(q: Any, max_seqlen_q: Any) -> bool:
 
 def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Appends new keys and values to the cache; returns the rotated queries or None, and the new
-    lengths."""
+    lengths. The last flags are the maximum numbers of queries and of new keys of a sequence."""
     if is_compiling():
         return _torch.append(tensors, flags)
     try:

@@ -121,7 +121,7 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 def _append(*arguments: Any) -> Any:
     interleaved, advancing, most = arguments[15:]
     # The causal flag stands for everything that gives queries successive positions.
-    flags = (interleaved, advancing, (-1, -1), 0, False, most)
+    flags = (interleaved, advancing, (-1, -1), 0, False, most, None)
     rotated, lengths = _flashcore.append(arguments[:15], flags, "dispatcher")
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
 
@@ -370,7 +370,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     _refuse_gradients(names, tensors)
     for name, tensor in zip(names[:2], tensors):
         refuse_unwritable(name, tensor)
-    interleaved, causal, window_size, chunk, _, most = flags
+    interleaved, causal, window_size, chunk, _, most, _ = flags
     left, right = window(window_size)
     advancing = causal or left >= 0 or right >= 0 or chunk > 0
     rotated, lengths = _gradients.operators.append(*tensors, interleaved, advancing, most)

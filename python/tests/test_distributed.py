@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import traceback
+import warnings
 
 import pytest
 
@@ -15,7 +16,7 @@ dist = pytest.importorskip("torch.distributed")
 import distributed_cases
 import ranks
 from distributed_cases import VARIANTS, cases, check, starts, tensors
-from flashcore import flash_attn_func, flash_attn_with_kvcache
+from flashcore import _copies, _flashcore, flash_attn_func, flash_attn_with_kvcache
 from flashcore.distributed import (
     append,
     context_parallel_attention,
@@ -25,6 +26,7 @@ from flashcore.distributed import (
     shard,
     unshard,
 )
+from flashcore.distributed import _cache
 from flashcore.distributed._attention import Sum
 from flashcore.distributed._plan import plan as plan_of
 
@@ -370,6 +372,128 @@ def test_decoding_sends_outputs_and_log_sum_exps_alone():
     for sent, out in ranks.threads(work, size):
         assert sent == (size - 1) * 4 * batch * new * heads * (dim + 1)
         distributed_cases.near("out", out, expected, 1e-5)
+
+
+SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# Head dims of keys and values: with kernels, wide values, and no multiples of 8.
+DIMS = ((16, 16), (16, 320), (60, 36), (15, 9))
+
+
+def same_bits(found, expected):
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16, *SMALL], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *SMALL], ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_rows_are_stored_as_in_a_cache_of_one_rank(dims, dtype, rows):
+    """Whatever the head dims and element types; copies of whole caches are not made, which would be told of."""
+    size, batch, heads, new, block = 3, 2, 2, 11, 2
+    k, v = (torch.randn(batch, new, heads, dim).mul(3).to(rows) for dim in dims)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    # As the append of one rank takes them.
+    wide = rows if dtype in SMALL else dtype
+    whole = [torch.zeros(batch, new, heads, dim).to(dtype) for dim in dims]
+    if dtype in SMALL and rows in (*SMALL, torch.float32) and rows != dtype:
+        wide = torch.float16
+    q = torch.zeros(batch, 1, heads, dims[0], dtype=torch.bfloat16 if wide in SMALL else wide)
+    flash_attn_with_kvcache(q, *whole, k.to(wide), v.to(wide), cache_seqlens=lengths)
+
+    def work(transport):
+        caches = [torch.zeros(batch, 4, heads, dim).to(dtype) for dim in dims]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            append(*caches, k, v, lengths, transport, block=block)
+        own = [at for at in range(new) if at // block % size == transport.rank]
+        return all(same_bits(cache[:, : len(own)], it[:, own]) for cache, it in zip(caches, whole))
+
+    copied, _copies._told = _copies._told, set()
+    try:
+        assert all(ranks.threads(work, size))
+    finally:
+        _copies._told = copied
+
+
+@pytest.mark.filterwarnings("ignore:head dim")
+@pytest.mark.filterwarnings("ignore:values have")
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_decoding_with_any_head_dims(dims, new):
+    batch, heads, length, size = 2, 4, 13, 3
+    k, v = (torch.randn(batch, length, 2, dim) for dim in dims)
+    q, lengths = torch.randn(batch, new, heads, dims[0]), torch.tensor([13, 9], dtype=torch.int32)
+
+    def work(transport):
+        caches = [torch.zeros(batch, 6, 2, dim) for dim in dims]
+        append(*caches, k, v, torch.zeros_like(lengths), transport, block=2)
+        return decode(q, *caches, lengths, transport, block=2)
+
+    expected = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    for found in ranks.threads(work, size):
+        distributed_cases.near("out", found, expected, 1e-5)
+
+
+def test_one_position_needs_no_list_of_positions(monkeypatch):
+    """On a GPU each would be a launch in every step."""
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 2, 16)
+    lengths = torch.tensor([8, 5], dtype=torch.int32)
+    expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+    monkeypatch.delattr(torch, "arange")
+    found = decode(q, cache, cache, lengths, ranks.Thread(ranks.Mailbox(1), 0))
+    distributed_cases.near("out", found, expected, 1e-5)
+
+
+def test_rows_may_require_gradients_which_end_in_the_cache():
+    k, v = torch.randn(2, 2, 6, 2, 16, requires_grad=True)
+    caches = torch.zeros(2, 2, 6, 2, 16)
+    append(*caches, k, v, torch.zeros(2, dtype=torch.int32), ranks.Thread(ranks.Mailbox(1), 0))
+    assert torch.equal(caches[0], k) and torch.equal(caches[1], v)
+    assert not caches.requires_grad
+
+
+def described(tensor):
+    """A tensor as it would be on a GPU."""
+    if tensor is None:
+        return None
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()), 256
+
+
+def planned(monkeypatch, *given, **arguments):
+    """The launches on an H200 of an append."""
+    launches = []
+    here = _cache._append
+
+    def append_there(tensors, flags):
+        launches.append(_flashcore.append_plan_for(tuple(map(described, tensors)), flags, "h200"))
+        return here(tensors, flags)
+
+    monkeypatch.setattr(_cache, "_append", append_there)
+    append(*given, **arguments)
+    monkeypatch.setattr(_cache, "_append", here)
+    return launches
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16, *SMALL], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *SMALL], ids=str)
+@pytest.mark.parametrize("dims", DIMS[:3], ids=str)
+def test_a_gpu_has_a_kernel_for_every_cache(monkeypatch, dims, dtype, rows):
+    caches = [torch.zeros(2, 6, 2, dim).to(dtype) for dim in dims]
+    k, v = (torch.zeros(2, 6, 2, dim).to(rows) for dim in dims)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    ((name, _),) = planned(monkeypatch, *caches, k, v, lengths, ranks.Thread(ranks.Mailbox(1), 0))
+    assert name.startswith("append")
+
+
+def test_the_grid_grows_with_the_new_rows_alone(monkeypatch):
+    """As many warps as a rank can get rows, whatever the room: not their square."""
+    for batch, new, block, size in ((1, 1, 64, 1), (64, 1, 64, 4), (64, 100, 16, 4), (3, 7, 2, 2)):
+        cache = torch.zeros(batch, 256, 2, 16, dtype=torch.bfloat16)
+        rows = torch.zeros(batch, new, 2, 16, dtype=torch.bfloat16)
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        transport = ranks.Thread(ranks.Mailbox(size), 0)
+        ((_, blocks),) = planned(monkeypatch, cache, cache.clone(), rows, rows, lengths, transport, block=block)
+        most = sum(min(block, new - at) for at in range(0, new, block * size))
+        assert blocks == -(-batch * most * 2 // 4)
 
 
 CACHE, ROWS, TABLE = (2, 5, 2, 16), (2, 6, 2, 16), torch.zeros(2, 2, dtype=torch.int32)

@@ -284,6 +284,35 @@ class TestTorch:
             )
             assert torch.allclose(out.float(), reference, atol=1e-2)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_new_keys_of_8_bits_and_wider_queries(self, dtype):
+        """They are copied, on a GPU as well; rows that are rounded have one type."""
+        torch = pytest.importorskip("torch")
+        small = getattr(torch, dtype)
+        cache, rows = (torch.from_numpy(random(2, count, 2, 16, seed=count)).mul(9).to(small) for count in (12, 3))
+        lengths, q = torch.tensor([4, 7], dtype=torch.int32), torch.zeros(2, 3, 4, 16).bfloat16()
+        descale = torch.full((2, 2), 0.5)
+        scales = {"k_descale": descale, "v_descale": descale}
+        expected = cache.clone()
+        for sequence, length in enumerate(lengths.tolist()):
+            expected[sequence, length : length + 3] = rows[sequence]
+        for factors in ({}, scales):
+            caches = cache.clone(), cache.clone()
+            flash_attn_with_kvcache(q, *caches, rows, rows, cache_seqlens=lengths, causal=True, **factors)
+            assert all(torch.equal(it.view(torch.uint8), expected.view(torch.uint8)) for it in caches)
+            given = (cache, cache, rows, rows, q, lengths, *(None,) * 7, *(factors.get(it) for it in scales))
+            described = tuple(
+                it if it is None else (str(it.dtype).removeprefix("torch."), list(it.shape), None, 256) for it in given
+            )
+            flags = (True, True, (-1, -1), 0, False, None, None)
+            kernel, _ = flashcore._flashcore.append_plan_for(described, flags, "h200")
+            # Half as many columns of twice as many bits.
+            assert kernel == "append_bf16_d8x8"
+        wide = rows.bfloat16()
+        for k, v in ((wide, rows), (wide, wide.half())):
+            with pytest.raises(TypeError, match="v has element type .*, expected bf16 like k"):
+                flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True)
+
     def test_wrong_factors_of_8_bit_queries(self):
         torch = pytest.importorskip("torch")
         q, cache = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fn) for rows in (1, 12))

@@ -225,17 +225,37 @@ pub(crate) fn plan_for(
         let Tensors { query, key, value, output, sinks, .. } = tensors;
         tensors.gradients = Some(Gradients { output, query, key, value, sinks });
     }
-    let arrangement = tensors.arrangement();
-    let chip = match chip.strip_prefix("sm_").map(str::parse) {
-        None if chip.eq_ignore_ascii_case("h200") => Chip::H200,
-        Some(Ok(architecture)) => Chip::typical(target_of(architecture)),
-        _ => return Err(error::value(format!("there is no chip `{chip}`"))),
-    };
+    let (arrangement, chip) = (tensors.arrangement(), self::chip(chip)?);
     let preference = Preference::from_environment(problem.pass);
     let plan = Plan::on_gpu(&chip, &problem, &arrangement, &preference);
     let plan = plan.map_err(error::library)?;
     let reason = plan.reason();
     Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))
+}
+
+/// Returns the append that a call would launch on a chip: the configuration of its kernel, and the
+/// number of its blocks. Tensors are described as in [`plan_for`].
+pub(crate) fn append_plan_for(
+    tensors: &Bound<'_, PyTuple>,
+    flags: &Bound<'_, PyTuple>,
+    chip: &str,
+) -> PyResult<(String, u32)> {
+    let flags = Flags::read(flags)?;
+    let tensors = named(&update::names(flags.blocks), tensors)?;
+    let update = Update::read(&tensors, flags, |tensor, _, _| described(tensor))?;
+    let problem = gpu::append_problem(&update, &gpu::appended(&update)?);
+    let choice =
+        problem.choose(&self::chip(chip)?).map_err(|error| error::library(error.into()))?;
+    let launch = &choice.launches[0];
+    Ok((launch.kernel.name(), launch.blocks))
+}
+
+fn chip(name: &str) -> PyResult<Chip> {
+    match name.strip_prefix("sm_").map(str::parse) {
+        None if name.eq_ignore_ascii_case("h200") => Ok(Chip::H200),
+        Some(Ok(architecture)) => Ok(Chip::typical(target_of(architecture))),
+        _ => Err(error::value(format!("there is no chip `{name}`"))),
+    }
 }
 
 /// Reads the description of a tensor without memory: (element type, sizes, strides or None,
@@ -283,7 +303,9 @@ pub(crate) fn append<'py>(
     let py = tensors.py();
     let flags = Flags::read(flags)?;
     let tensors = named(&update::names(flags.blocks), tensors)?;
-    let read = |library: &Library<'py>| Update::read(library, &tensors, flags);
+    let read = |library: &Library<'py>| {
+        Update::read(&tensors, flags, |tensor, name, access| access.of(library, tensor, name))
+    };
     answer(py, entrance, &tensors, read, |library, update| {
         let answer = write(library, needed(&tensors[4])?, &update)?;
         library.written(&[&tensors[0].1, &tensors[1].1])?;

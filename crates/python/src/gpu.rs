@@ -10,6 +10,7 @@ use flashcore::gpu::{
 };
 use flashcore::{DTypes, Descale, Descales, Error, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
+use pyo3::exceptions::PyValueError;
 
 use crate::error::{library, named};
 use crate::gradient::Backward;
@@ -94,9 +95,9 @@ pub(crate) fn append(
     rotated: Option<u64>,
     after: u64,
 ) -> PyResult<()> {
-    let problem = append_problem(update);
+    let all = appended(update)?;
+    let problem = append_problem(update, &all);
     let on_device = |view: &View| view.on_device(update.key_cache.address);
-    let all = [&update.key, &update.value, &update.key_cache, &update.value_cache];
     let tensors = AppendTensors {
         key_lengths: Some(DeviceAddress(update.lengths.address)),
         lengths_after: Some(DeviceAddress(after)),
@@ -120,7 +121,7 @@ pub(crate) fn append(
                 lengths: None,
             }
         }),
-        ..AppendTensors::new(all.map(on_device))
+        ..AppendTensors::new(all.each_ref().map(on_device))
     };
     let roles = [
         ("new key", "k"),
@@ -135,8 +136,33 @@ pub(crate) fn append(
     appended.map(drop).map_err(|error| named(error.into(), &roles))
 }
 
-fn append_problem(update: &Update) -> AppendProblem {
-    let [entries, page, shared, dim] = update.key_cache.form.sizes.map(|size| size as usize);
+/// Returns new keys, new values and their caches as the kernel takes them. It copies rows of f16 or
+/// bf16 bit for bit, and rows of other types as words of 16 bits.
+pub(crate) fn appended(update: &Update) -> PyResult<[View; 4]> {
+    let all = [update.key, update.value, update.key_cache, update.value_cache];
+    let dtype = update.key.form.dtype;
+    let one_type = dtype.bytes() == 2 && all.iter().all(|view| view.form.dtype == dtype);
+    if one_type || !update.is_copied() {
+        return Ok(all);
+    }
+    let mut words = all;
+    for (view, name) in words.iter_mut().zip(["k", "v", "k_cache", "v_cache"]) {
+        *view = view.in_words().ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{name} has strides {:?}, expected even ones for 8 bits on a GPU",
+                view.form.strides
+            ))
+        })?;
+    }
+    Ok(words)
+}
+
+/// Describes an append of [`appended`] tensors.
+pub(crate) fn append_problem(
+    update: &Update,
+    [key, _, key_cache, value_cache]: &[View; 4],
+) -> AppendProblem {
+    let [entries, page, shared, dim] = key_cache.form.sizes.map(|size| size as usize);
     let [_, query_rows, heads, _] = update.query.form.sizes.map(|size| size as usize);
     let rotary = update.rotary.as_ref();
     // The kernel gives queries successive positions exactly where the mask hides something.
@@ -154,20 +180,19 @@ fn append_problem(update: &Update) -> AppendProblem {
     let mut cache = Problem::new(update.sequences, heads, update.most_queries, dim)
         .with_kv_heads(shared)
         .with_key_length(update.room)
-        .with_value_head_dim(update.value_cache.form.sizes[3] as usize)
+        .with_value_head_dim(value_cache.form.sizes[3] as usize)
         .with_mask(mask)
         .with_storage(queries, keys);
     cache.dtypes = DTypes {
-        key: update.key_cache.form.dtype,
-        value: update.value_cache.form.dtype,
-        ..DTypes::inputs(update.key.form.dtype)
+        key: key_cache.form.dtype,
+        value: value_cache.form.dtype,
+        ..DTypes::inputs(key.form.dtype)
     };
     let descale = |at: usize| update.descales[at].map_or(Descale::None, |(descale, _)| descale);
     cache.descales = Descales { query: Descale::None, key: descale(0), value: descale(1) };
-    let rows = update.key.form.sizes[1] as usize;
-    // No sequence gets more rows than there are, nor more than it has room for.
-    let mut problem = AppendProblem::new(cache, rows.min(update.room).max(1));
-    problem.new_rows = rows;
+    // No sequence gets more rows than it has room for.
+    let mut problem = AppendProblem::new(cache, update.most_new.min(update.room).max(1));
+    problem.new_rows = key.form.sizes[1] as usize;
     problem.packed_new = update.key_starts.is_some();
     if let Some(rotary) = rotary {
         let (positions, dim) = rotary.sizes();

@@ -158,6 +158,18 @@ mod module {
         guard(|| call::plan_for(tensors, numbers, function, chip, backward))
     }
 
+    /// Returns the append that a call would launch on a chip that need not be present: the
+    /// configuration of its kernel, and the number of its blocks.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, flags, chip, /))]
+    fn append_plan_for(
+        tensors: &Bound<'_, PyTuple>,
+        flags: &Bound<'_, PyTuple>,
+        chip: &str,
+    ) -> PyResult<(String, u32)> {
+        guard(|| call::append_plan_for(tensors, flags, chip))
+    }
+
     /// Checks a call that XLA compiles, from shapes alone: each tensor is (element type, sizes,
     /// None, 0). Returns the attributes of the XLA call and the element type of the output.
     #[pyfunction]
@@ -185,8 +197,8 @@ mod module {
     /// Appends new keys and values to a KV cache; returns the rotated queries (None without rotary
     /// tables) and the new lengths. `flags` holds whether rotary pairs are interleaved; the causal
     /// flag, window and chunk, which decide whether the queries of a sequence have successive
-    /// positions; whether the page table is called `block_table`; and the maximum number of
-    /// queries.
+    /// positions; whether the page table is called `block_table`; and the maximum numbers of
+    /// queries and of new keys of a sequence.
     #[pyfunction]
     #[pyo3(signature = (tensors, flags, entrance, /))]
     fn append<'py>(

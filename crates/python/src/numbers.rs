@@ -141,11 +141,12 @@ pub(crate) struct Flags {
     /// Whether the caller calls the table of pages `block_table`.
     pub(crate) blocks: bool,
     pub(crate) most_queries: Option<i64>,
+    pub(crate) most_new: Option<i64>,
 }
 
 impl Flags {
     /// Reads the rotary interleaving, the causal flag, window and chunk, whether the page table is
-    /// called `block_table`, and the maximum number of queries.
+    /// called `block_table`, and the maximum numbers of queries and of new keys of a sequence.
     pub(crate) fn read(flags: &Bound<'_, PyTuple>) -> PyResult<Flags> {
         let item = |at| flags.get_borrowed_item(at);
         Ok(Flags {
@@ -155,6 +156,7 @@ impl Flags {
                 | (chunk(&*item(3)?)? > 0),
             blocks: item(4)?.extract()?,
             most_queries: optional(&*item(5)?, |most| integer("max_seqlen_q", most))?,
+            most_new: optional(&*item(6)?, |most| integer("max_seqlen_k_new", most))?,
         })
     }
 }

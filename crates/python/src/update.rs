@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use crate::descale::Factors;
 use crate::library::{Library, Named};
 use crate::numbers::Flags;
-use crate::view::{Element, Form, Memory, Order, View};
+use crate::view::{Element, Form, Memory, Order, Place, View};
 
 /// The number of tensor arguments of an append, given or not.
 pub(crate) const TENSORS: usize = 15;
@@ -54,6 +54,8 @@ pub(crate) struct Update {
     pub(crate) given: Memory,
     /// The maximum number of queries of a sequence.
     pub(crate) most_queries: usize,
+    /// The maximum number of new rows of a sequence.
+    pub(crate) most_new: usize,
     /// The length of each sequence before the append.
     pub(crate) lengths: Memory,
     pub(crate) key_starts: Option<Memory>,
@@ -63,8 +65,8 @@ pub(crate) struct Update {
     /// The argument name of the page table.
     pub(crate) pages_name: &'static str,
     pub(crate) rotary: Option<Rotary>,
-    /// The descale factors of 8-bit key and value caches: either given for each sequence and head,
-    /// or computed for each token during the append and written.
+    /// The descale factors of 8-bit key and value caches by which new rows are divided: either given
+    /// for each sequence and head, or computed for each token during the append and written.
     pub(crate) descales: [Option<(Descale, View)>; 2],
     factors: [Option<Memory>; 2],
     /// The number of sequences.
@@ -94,16 +96,43 @@ impl Rotary {
     }
 }
 
-impl Update {
-    /// Reads the tensors of a call.
-    pub(crate) fn read<'py>(
+/// How the memory of a tensor is used.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Access {
+    /// Read, with any strides.
+    Read,
+    /// Read, and contiguous.
+    Whole,
+    /// Written.
+    Written,
+}
+
+impl Access {
+    /// Reads the memory of a tensor of a library.
+    pub(crate) fn of<'py>(
+        self,
         library: &Library<'py>,
+        tensor: &Bound<'py, PyAny>,
+        name: &str,
+    ) -> PyResult<Memory> {
+        match self {
+            Access::Read => library.read(tensor, name),
+            Access::Whole => library.read_whole(tensor, name),
+            Access::Written => library.read_mutable(tensor, name),
+        }
+    }
+}
+
+impl Update {
+    /// Reads the tensors of a call. `read` gets a tensor, its name, and how it is used.
+    pub(crate) fn read<'py>(
         tensors: &[Named<'py>; TENSORS],
-        Flags { interleaved, advancing, blocks, most_queries }: Flags,
+        Flags { interleaved, advancing, blocks, most_queries, most_new }: Flags,
+        read: impl Fn(&Bound<'py, PyAny>, &str, Access) -> PyResult<Memory>,
     ) -> PyResult<Update> {
         let list = |at: usize| -> PyResult<Option<Memory>> {
             let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| library.read_whole(tensor, name)).transpose()
+            tensor.as_ref().map(|tensor| read(tensor, name, Access::Whole)).transpose()
         };
         let needed = |at: usize| {
             let (name, tensor) = &tensors[at];
@@ -112,10 +141,10 @@ impl Update {
             })
         };
         let view = |at: usize, packed: bool| {
-            Order::of(packed).view(NAMES[at], &library.read(needed(at)?, NAMES[at])?)
+            Order::of(packed).view(NAMES[at], &read(needed(at)?, NAMES[at], Access::Read)?)
         };
         let cache = |at: usize| {
-            Order::Padded.view(NAMES[at], &library.read_mutable(needed(at)?, NAMES[at])?)
+            Order::Padded.view(NAMES[at], &read(needed(at)?, NAMES[at], Access::Written)?)
         };
         let (key_starts, query_starts) = (list(6)?, list(7)?);
         let rotary = match (list(10)?, list(11)?, list(12)?) {
@@ -137,21 +166,25 @@ impl Update {
         };
         let factors = |at: usize| -> PyResult<Option<Memory>> {
             let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| library.read_mutable(tensor, name)).transpose()
+            tensor.as_ref().map(|tensor| read(tensor, name, Access::Written)).transpose()
         };
-        let given = library.read(needed(4)?, NAMES[4])?;
+        let given = read(needed(4)?, NAMES[4], Access::Read)?;
         let query = Order::of(query_starts.is_some()).view(NAMES[4], &given)?;
         let queries = query.form.sizes[1];
         let most_queries = most_queries.filter(|_| query_starts.is_some()).unwrap_or(queries);
-        let lengths = library.read_whole(needed(5)?, NAMES[5])?;
+        let lengths = read(needed(5)?, NAMES[5], Access::Whole)?;
+        let key = view(2, key_starts.is_some())?;
+        let rows = key.form.sizes[1];
+        let most_new = most_new.filter(|_| key_starts.is_some()).unwrap_or(rows);
         let mut update = Update {
             key_cache: cache(0)?,
             value_cache: cache(1)?,
-            key: view(2, key_starts.is_some())?,
+            key,
             value: view(3, key_starts.is_some())?,
             query,
             given,
             most_queries: most_queries.clamp(0, queries) as usize,
+            most_new: most_new.clamp(0, rows) as usize,
             lengths,
             key_starts,
             query_starts,
@@ -174,6 +207,10 @@ impl Update {
         let sequences = self.check_lists()?;
         let room = self.check_room(sequences)?;
         self.descales = [self.factors_of(0, sequences)?, self.factors_of(1, sequences)?];
+        if self.is_copied() {
+            // Rows of 8 bits were divided by the factors before.
+            self.descales = [None; 2];
+        }
         if let Some(rotary) = &self.rotary {
             self.check_rotary(rotary)?;
         }
@@ -186,13 +223,44 @@ impl Update {
         [&self.key_cache, &self.value_cache].map(|it| it.form.dtype.is_8_bit())
     }
 
+    /// Returns whether new rows are copied bit for bit: they have the element types of their caches
+    /// and are not rotated.
+    pub(crate) fn is_copied(&self) -> bool {
+        let same = |row: &View, cache: &View| row.form.dtype == cache.form.dtype;
+        self.rotary.is_none()
+            && same(&self.key, &self.key_cache)
+            && same(&self.value, &self.value_cache)
+    }
+
+    /// Refuses head dims that are not appended. Those of values may be wider than attention takes at
+    /// once. On a GPU two columns of 16 bits are moved together; a copy moves as many bytes of any
+    /// type.
+    fn check_dim(&self, name: &str, form: &Form, widest: i64) -> PyResult<()> {
+        let dim = form.sizes[3];
+        if !(1..=widest).contains(&dim) {
+            return Err(PyValueError::new_err(format!(
+                "{name} has head dim {dim}, expected 1 to {widest}"
+            )));
+        }
+        let bytes = if self.is_copied() { form.dtype.bytes() as i64 } else { 2 };
+        if form.place != Place::Host && dim * bytes % 4 != 0 {
+            return Err(PyValueError::new_err(format!(
+                "{name} has head dim {dim}, expected a multiple of {}",
+                4 / bytes
+            )));
+        }
+        Ok(())
+    }
+
     /// Checks element types, devices, heads and head dims of caches, new rows and queries.
     fn check_tensors(&self) -> PyResult<()> {
         let cache = &self.key_cache.form;
         let place = cache.place;
         let floats = [&self.key_cache, &self.value_cache, &self.key, &self.value, &self.query];
-        for (name, view) in NAMES.into_iter().zip(floats) {
-            view.form.usable(name)?;
+        const WIDEST: [i64; 5] = [256, 1 << 16, 256, 1 << 16, 256];
+        for ((name, view), widest) in NAMES.into_iter().zip(floats).zip(WIDEST) {
+            view.form.usable_strides(name)?;
+            self.check_dim(name, &view.form, widest)?;
             match self.rounded().contains(&true) {
                 true => view.form.place.same(name, place, NAMES[0])?,
                 false => view.form.like(name, cache, NAMES[0])?,
@@ -207,6 +275,10 @@ impl Update {
             if !it.dtype.is_8_bit() || row.dtype.is_8_bit() {
                 row.like(name, it, of)?;
             }
+        }
+        if !self.is_copied() {
+            // They are rotated or rounded by one kernel.
+            self.value.form.like(NAMES[3], &self.key.form, NAMES[2])?;
         }
         let shapes = [
             (NAMES[1], &self.value_cache.form, cache, NAMES[0], false),

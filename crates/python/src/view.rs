@@ -350,6 +350,18 @@ pub(crate) struct Form {
 impl Form {
     /// Refuses strides and head dims that no back end reads.
     pub(crate) fn usable(&self, name: &str) -> PyResult<()> {
+        self.usable_strides(name)?;
+        let dim = self.sizes[3];
+        if !(8..=256).contains(&dim) || dim % 8 != 0 {
+            return Err(PyValueError::new_err(format!(
+                "{name} has head dim {dim}, expected a multiple of 8 up to 256"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses strides that no back end reads.
+    pub(crate) fn usable_strides(&self, name: &str) -> PyResult<()> {
         let empty = self.sizes.contains(&0);
         if !empty && self.sizes[3] > 1 && self.strides[3] != 1 {
             return Err(PyValueError::new_err(format!(
@@ -361,12 +373,6 @@ impl Form {
         if self.strides.iter().any(|stride| *stride < 0) {
             return Err(PyValueError::new_err(format!(
                 "{name} has a negative stride, expected none: copy it"
-            )));
-        }
-        let dim = self.sizes[3];
-        if !(8..=256).contains(&dim) || dim % 8 != 0 {
-            return Err(PyValueError::new_err(format!(
-                "{name} has head dim {dim}, expected a multiple of 8 up to 256"
             )));
         }
         Ok(())
@@ -426,6 +432,20 @@ impl View {
             }
         }
         DeviceTensor { address, strides: self::strides(strides) }
+    }
+
+    /// Returns the same memory as words of 16 bits, which are said to be bf16; None if not all rows
+    /// begin at one.
+    pub(crate) fn in_words(&self) -> Option<View> {
+        let bytes = self.form.dtype.bytes() as i64;
+        let mut form = Form { dtype: DType::BF16, ..self.form };
+        form.sizes[3] = form.sizes[3] * bytes / 2;
+        for at in 0..3 {
+            // The stride of a dimension of size one means nothing.
+            let step = if form.sizes[at] > 1 { form.strides[at] * bytes } else { 0 };
+            form.strides[at] = if step % 2 == 0 { step / 2 } else { return None };
+        }
+        Some(View { form, ..*self })
     }
 }
 

@@ -39,7 +39,8 @@ def append(
     Args:
         k_cache, v_cache: (batch, own rows, key heads, head dim) of this rank, or with ``page_table`` (pages,
             page size, key heads, head dim), written in place.
-        k, v: (batch, new, key heads, head dim), the same on all ranks.
+        k, v: (batch, new, key heads, head dim), the same on all ranks; rounded to the caches' element types.
+            Their gradients end here.
         cache_seqlens: (batch,) how many positions whole sequences had before, the same on all ranks.
         page_table: (batch, pages of each) the pages of this rank that hold its own rows of each sequence, in
             int32. Each rank has pages of its own.
@@ -73,12 +74,13 @@ def append(
     index = row // block * moves.size * block + moves.rank * block + row % block - lengths[sequence]
     # Rows behind the last new one are not read.
     index = index.clamp(0, new - 1)
-    k, v = (given[sequence, index].to(cache.dtype) for cache, given in ((k_cache, k), (v_cache, v)))
+    dtypes = _appended(k_cache.dtype, v_cache.dtype, k.dtype, v.dtype)
+    k, v = (given.detach()[sequence, index].to(dtype) for dtype, given in zip(dtypes, (k, v)))
     # Queries are required, and unused without rotary embeddings; they cannot be integers.
     dtype = torch.bfloat16 if k.dtype.itemsize == 1 else k.dtype
     queries = torch.empty(batch, 1, *k_cache.shape[2:], dtype=dtype, device=k.device)
     lists = (first.int(), starts.int(), None, None, page_table)
-    _append((k_cache, v_cache, k, v, queries, *lists, *(None,) * 5), (True, False, (-1, -1), 0, False, None))
+    _append((k_cache, v_cache, k, v, queries, *lists, *(None,) * 5), (True, False, (-1, -1), 0, False, None, most))
 
 
 def decode(
@@ -189,6 +191,16 @@ def decode(
     sums = parts[:, sizes[0] : sizes[0] + lse.numel()].view(moves.size, *lse.shape)
     out, lse = flash_attn_combine(outs, sums, out_dtype=q.dtype)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _appended(k_cache: Any, v_cache: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Returns the element types in which new keys and values are appended to caches of these types: those of the
+    caches, or 16 bits that the append itself rounds to 8, as in a cache of one rank."""
+    if k_cache != v_cache or k_cache.itemsize > 1 or (k, v) == (k_cache, v_cache):
+        return k_cache, v_cache
+    # Between 8 and 32 bits, f16 has more digits than bf16, and the range of 8 bits.
+    wide = k if k == v and k in (torch.float16, torch.bfloat16) else torch.float16
+    return wide, wide
 
 
 def _check(k_cache: Any, cache_seqlens: Any, page_table: Any, block: int) -> int:

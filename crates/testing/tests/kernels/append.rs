@@ -27,6 +27,8 @@ fn new_tokens_are_where_they_belong() {
     for append in [
         plain,
         Append { paged: true, ..plain },
+        // Head dims that attention takes filled up, or in pieces.
+        Append { head_dim: 62, value_head_dim: 318, ..plain },
         Append { rotary: rotary(64, false), ..plain },
         Append { rotary: rotary(64, true), paged: true, ..plain },
         Append { rotary: rotary(16, false), paged: true, ..half(plain) },
