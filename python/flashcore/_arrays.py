@@ -159,10 +159,28 @@ def _is_for_xla(arrays: tuple[Any, ...]) -> bool:
     """Returns whether some arrays are JAX's tracers, which have no memory, or lie on several devices, which DLPack
     cannot express."""
     jax = sys.modules.get("jax")
-    return jax is not None and any(
-        isinstance(array, jax.Array) and (isinstance(array, jax.core.Tracer) or array.sharding.num_devices > 1)
-        for array in arrays
-    )
+    if jax is None:
+        return False
+    for array in arrays:
+        # Most are None; and the classes of a call are few, whereas JAX asks each of its arrays.
+        if array is None:
+            continue
+        kind = _kinds.get(type(array))
+        if kind is None:
+            kind = _kinds[type(array)] = _kind(jax, array)
+        if kind == "tracer" or kind == "array" and array.sharding.num_devices > 1:
+            return True
+    return False
+
+
+# What the classes of arrays are to JAX.
+_kinds: dict[type, str] = {}
+
+
+def _kind(jax: Any, array: Any) -> str:
+    if isinstance(array, jax.core.Tracer):
+        return "tracer"
+    return "array" if isinstance(array, jax.Array) else "other"
 
 
 def _library(array: Any) -> str:

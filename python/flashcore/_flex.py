@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import operator
 import weakref
 from typing import Any, NamedTuple
 
@@ -103,14 +104,8 @@ def attend(
 ) -> Any:
     """Computes attention with mask and score functions; returns the output, or output and
     log-sum-exps."""
-
-    def again(
-        tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
-    ) -> Any:
-        return attend(tensors, numbers, function, lse, rules, deterministic)
-
     if is_compiling():
-        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        copied = _copies.attend(_with(rules), tensors, numbers, function, lse, deterministic)
         return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic) if copied is None else copied
     try:
         result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
@@ -120,10 +115,17 @@ def attend(
             return _flex_torch.attend(tensors, numbers, function, lse, rules, deterministic)
         return result
     except ValueError:
-        copied = _copies.attend(again, tensors, numbers, function, lse, deterministic)
+        copied = _copies.attend(_with(rules), tensors, numbers, function, lse, deterministic)
         if copied is None:
             raise
         return copied
+
+
+def _with(rules: tuple[Any, ...]) -> Any:
+    """Returns :func:`attend` with functions, as :func:`_copies.attend` calls it."""
+    return lambda tensors, numbers, function, lse, deterministic: attend(
+        tensors, numbers, function, lse, rules, deterministic
+    )
 
 
 # Those of PyTorch that were seen, as ours, with what they were made of then.
@@ -132,13 +134,13 @@ _known: Any = weakref.WeakKeyDictionary()
 
 def _of_pytorch(theirs: Any) -> BlockMask:
     """Converts PyTorch's own block mask: its lists of blocks, and its function within them."""
-    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
-    if lists is None:
+    found = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+    if found is None:
         raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
-    versions = [_flex_torch.version_of(it) for it in lists]
-    ours, made_of, then = _known.get(theirs, (None, (), ()))
+    lists, versions = found
+    ours, made_of, then = _known.get(theirs, (None, (), None))
     # Its lists and its function are attributes, which a program may change.
-    if ours is None or versions != then or any(a is not b for a, b in zip(lists[:4], made_of)) or lists[4:] != made_of[4:]:
+    if ours is None or versions != then or not all(map(operator.is_, lists, made_of)):
         ours = BlockMask.from_kv_blocks(*lists)
         _known[theirs] = (ours, lists, versions)
     return ours  # type: ignore[no-any-return]

@@ -71,21 +71,38 @@ def attend(
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def block_lists(mask: Any) -> tuple[Any, ...] | None:
-    """What :meth:`BlockMask.from_kv_blocks` is given for PyTorch's own block mask, if it is one."""
+@functools.cache
+def _of_pytorch() -> tuple[Any, Any]:
+    """Returns the class of PyTorch's own block masks, and the function of those that have none. What they are in
+    takes long to import, and those who have a mask have done so."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-    if not isinstance(mask, BlockMask):
+    return BlockMask, noop_mask
+
+
+def block_lists(mask: Any) -> tuple[tuple[Any, ...], Any] | None:
+    """What :meth:`BlockMask.from_kv_blocks` is given for PyTorch's own block mask, if it is one, and the version
+    counters of its tensors, which those made in inference mode do not have."""
+    kind, nothing = _of_pytorch()
+    if not isinstance(mask, kind):
         return None
-    function = None if mask.mask_mod is noop_mask else mask.mask_mod
-    whole = (mask.full_kv_num_blocks, mask.full_kv_indices)
-    return (mask.kv_num_blocks, mask.kv_indices, *whole, mask.BLOCK_SIZE, function, mask.seq_lengths)
-
-
-def version_of(given: Any) -> int | None:
-    """Returns the version counter of a tensor; None for anything without one."""
-    counts = isinstance(given, torch.Tensor) and not given.is_inference()
-    return given._version if counts else None
+    function = mask.mask_mod
+    counts, indices, whole_counts, whole = (
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+    )
+    try:
+        versions = (
+            counts._version,
+            indices._version,
+            None if whole is None else (whole._version, whole_counts._version),
+        )
+    except RuntimeError:
+        versions = None
+    function = None if function is nothing else function
+    return (counts, indices, whole_counts, whole, mask.BLOCK_SIZE, function, mask.seq_lengths), versions
 
 
 def _number(blocks: Any) -> int:
