@@ -118,7 +118,7 @@ def _run(call: _Call, target: str, *arrays: Any) -> Any:
         # would need other rules than Shardy.
         alone = jax.sharding.get_abstract_mesh().manual_axes or not all(array.size for array in arrays)
         alone = alone or not getattr(jax.config, "jax_use_shardy_partitioner", True)
-        return (_launch if alone else _over_devices)(call, target, *arrays)
+        return (_launch if alone else _over_devices())(call, target, *arrays)
 
     def many(size: int, is_mapped: list[bool], *arrays: Any) -> Any:
         if call.places == (0, 1, 2):
@@ -225,7 +225,9 @@ def _factors(shape: tuple[int, ...], keys: tuple[int, ...], key: tuple[str, ...]
     return ("", "key_heads") if len(key) == 3 else (batch, "key_heads") if len(shape) == 2 else key[:3]
 
 
-_over_devices = over_devices(_launch, _dimensions)
+@functools.cache
+def _over_devices() -> Any:
+    return over_devices(_launch, _dimensions)
 
 
 def _refuse(call: _Call, given: dict[int, Any]) -> None:

@@ -9,13 +9,13 @@ key head, and its gradient is summed over them.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Names = tuple[str, ...]
@@ -28,11 +28,22 @@ def over_devices(launch: Callable[..., Any], dimensions: Callable[..., tuple[lis
     """Returns ``launch(call, target, *arrays)`` with rules for sharded arrays: each device runs it on its shards.
 
     ``dimensions(call, target, shapes)`` names the dimensions of the arrays and of the results.
-    """
 
-    def rule(call: Any, target: str, mesh: Any, given: Any, results: Any) -> SdyShardingRule:
+    In a JAX whose partitioning has other names than these, which are experimental, it is ``launch`` itself: sharded
+    arrays are gathered.
+    """
+    try:
+        from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+    except ImportError:
+        if jax.device_count() > 1:
+            warnings.warn(f"JAX {jax.__version__} is not known here: sharded arrays are gathered", UserWarning, 2)
+        return launch
+
+    def rule(call: Any, target: str, mesh: Any, given: Any, results: Any) -> Any:
         shapes = [tuple(it.shape) for it in given]
-        return _rule(*dimensions(call, target, shapes), shapes)
+        names, answers, whole = _factors(*dimensions(call, target, shapes), shapes)
+        mappings = (tuple(ArrayMapping(*its) for its in them) for them in (names, answers))
+        return SdyShardingRule(*mappings, need_replication_factors=whole)
 
     def partition(call: Any, target: str, mesh: Any, given: Any, results: Any) -> Any:
         shapes = [tuple(it.shape) for it in given]
@@ -72,17 +83,19 @@ def _is_split(name: str) -> bool:
     return name in ("batch", "heads", "key_heads") or name.startswith(OUTER)
 
 
-def _rule(names: list[Names], answers: list[Names], shapes: list[tuple[int, ...]]) -> SdyShardingRule:
-    """Returns the sharding rule with which Shardy propagates shardings through a call."""
+def _factors(
+    names: list[Names], answers: list[Names], shapes: list[tuple[int, ...]]
+) -> tuple[list[Names], list[Names], Names]:
+    """Returns the factors of the arrays and of the results by which Shardy propagates shardings through a call, and
+    those that are replicated."""
     sizes = sizes_of(names, shapes)
     # Grouped query heads are a factor of their own. As a compound of key heads and groups, Shardy would divide a
     # mesh axis between the two where it has more devices than there are key heads.
     same = {"heads": "key_heads"} if sizes["heads"] == sizes["key_heads"] else {}
-    mappings = [ArrayMapping(*(same.get(name, name) for name in its)) for its in (*names, *answers)]
+    names, answers = ([tuple(same.get(name, name) for name in its) for its in them] for them in (names, answers))
     # In order of first appearance, which the verifier asks for.
-    whole = tuple(dict.fromkeys(name for its in mappings for name in its if not _is_split(name)))
-    count = len(names)
-    return SdyShardingRule(tuple(mappings[:count]), tuple(mappings[count:]), need_replication_factors=whole)
+    whole = tuple(dict.fromkeys(name for its in (*names, *answers) for name in its if not _is_split(name)))
+    return names, answers, whole
 
 
 def _unnamed(array: Any) -> Mesh:

@@ -187,6 +187,22 @@ def test_what_only_the_contents_show_is_told_when_it_runs():
         jax.jit(lambda x, at: flash_attn_varlen_func(x, x, x, at, at, 3, 3))(rows, starts).block_until_ready()
 
 
+def test_arrays_of_all_kinds_in_one_call():
+    """One array is traced, and others are in memory."""
+    q, k, v = random((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
+    for at in range(3):
+        call = lambda x: flash_attn_func(*(x if it == at else (q, k, v)[it] for it in range(3)))  # noqa: E731, B023
+        close(jax.jit(call)((q, k, v)[at]), flash_attn_func(q, k, v))
+
+
+def test_a_jax_with_other_names_has_no_partitioning(monkeypatch):
+    from flashcore import _jax, _jax_sharding
+    from jax.experimental import custom_partitioning
+
+    monkeypatch.delattr(custom_partitioning, "SdyShardingRule")
+    assert _jax_sharding.over_devices(_jax._launch, _jax._dimensions) is _jax._launch
+
+
 SHARDED = """
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -313,6 +329,14 @@ close(found, want)
 assert found[0].sharding.is_equivalent_to(split[0].sharding, 4)
 partly = jax.shard_map(attend, mesh=mesh, in_specs=(batch,) * 3, out_specs=batch, axis_names={"data"})
 close(jax.jit(with_gradients(partly))(*split), want)
+# Programs that are exported, or lowered for devices that are elsewhere, have their calls in a `shard_map`.
+elsewhere, platforms = jax.sharding.AbstractMesh((2, 4), ("data", "model")), ("cpu", "cuda")
+inside = jax.jit(with_gradients(jax.shard_map(attend, mesh=elsewhere, in_specs=(both,) * 3, out_specs=both)))
+described = lambda on: [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, both)) for x in (q, k, v)]
+assert "flashcore_attention" in inside.trace(*described(elsewhere)).lower(lowering_platforms=platforms).as_text()
+checks = [jax.export.DisabledSafetyCheck.custom_call(f"flashcore_attention{it}") for it in ("", "_backward")]
+exported = jax.export.export(inside, platforms=["cpu"], disabled_checks=checks)(*described(mesh))
+close(jax.jit(exported.call)(*split), want)
 jax.config.update("jax_use_shardy_partitioner", False)
 close(jax.jit(with_gradients(attend))(*split), want)
 print(len(jax.devices()), "devices")
