@@ -80,6 +80,75 @@ def test_decoding_over_a_spread_cache(paged):
             torch.testing.assert_close(found[at], expected, atol=2e-2, rtol=2e-2)
 
 
+# Element type of the caches and of new rows, head dims of keys and values.
+CACHES = {
+    "e4m3": (torch.float8_e4m3fn, torch.bfloat16, 64, 64),
+    "e4m3 as it is": (torch.float8_e4m3fn, torch.float8_e4m3fn, 64, 64),
+    "e5m2 of float32": (torch.float8_e5m2, torch.float32, 128, 64),
+    "int8": (torch.int8, torch.float16, 64, 128),
+    "int8 as it is": (torch.int8, torch.int8, 64, 64),
+    "wide values": (torch.bfloat16, torch.bfloat16, 64, 320),
+    "wide values in 8 bits": (torch.float8_e4m3fn, torch.bfloat16, 64, 320),
+    "no multiple of 8": (torch.bfloat16, torch.bfloat16, 60, 60),
+    "odd": (torch.float16, torch.float16, 15, 9),
+}
+
+
+@pytest.mark.filterwarnings("ignore:head dim")
+@pytest.mark.filterwarnings("ignore:values have")
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("case", CACHES)
+def test_caches_are_as_on_the_cpu(case, paged):
+    """Bit for bit; and attention over them is that over the same numbers in one cache."""
+    dtype, rows, dim, value_dim = CACHES[case]
+    size, block, batch, heads, key_heads, new, page = 3, 4, 2, 4, 2, 70, 8
+    k, v = (torch.randn(batch, new, key_heads, it, device="cuda").mul(2).to(rows) for it in (dim, value_dim))
+    lengths = torch.zeros(batch, device="cuda", dtype=torch.int32)
+
+    def caches(device):
+        count = 32 // page
+        shape, table = (batch, 32), None
+        if paged:
+            shape, table = (batch * count, page), torch.arange(batch * count, dtype=torch.int32).flip(0).view(batch, count)
+        made = [torch.zeros(*shape, key_heads, it).to(device, dtype) for it in (dim, value_dim)]
+        return made, {"block": block, "page_table": None if table is None else table.to(device)}
+
+    def work(transport):
+        here, where = caches("cuda")
+        # In two steps, the second from within a block; and as rows of a model that is trained.
+        recorded = [it.requires_grad_() if it.is_floating_point() and it.dtype.itemsize > 1 else it for it in (k, v)]
+        for begin, end in ((0, 49), (49, new)):
+            append(*here, *(it[:, begin:end] for it in recorded), lengths + begin, transport, **where)
+        there, of_cpu = caches("cpu")
+        append(*there, k.detach().cpu(), v.detach().cpu(), lengths.cpu(), transport, **of_cpu)
+        for found, expected in zip(here, there):
+            assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert not any(it.requires_grad for it in here)
+        return decode(q, *here, lengths + new, transport, **where)
+
+    q = torch.randn(batch, 2, heads, dim, device="cuda").to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
+    whole = [torch.zeros(batch, new, key_heads, it).to(dtype) for it in (dim, value_dim)]
+    single = ranks.Thread(ranks.Mailbox(1), 0)
+    append(*whole, k.detach().cpu(), v.detach().cpu(), lengths.cpu(), single)
+    wide = [it.float() for it in whole]
+    expected = flash_attn_with_kvcache(q.float().cpu(), *wide, cache_seqlens=lengths.cpu() + new, causal=True)
+    for found in ranks.threads(work, size):
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(found.float().cpu(), expected, atol=2e-2 * max(largest, 1), rtol=2e-2)
+
+
+def test_appending_waits_for_nothing():
+    cache = torch.zeros(2, 2, 64, 2, 64, device="cuda", dtype=torch.float8_e4m3fn)
+    rows = torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16)
+    lengths, transport = torch.zeros(2, device="cuda", dtype=torch.int32), ranks.Thread(ranks.Mailbox(1), 0)
+    append(*cache, rows, rows, lengths, transport)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        append(*cache, rows, rows, lengths, transport)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory):
     """A process group of one, over NCCL."""

@@ -557,10 +557,20 @@ def test_functions_go_with_copies(device):
         out.backward(gradient)
         truth.backward(gradient.double())
         near([x.grad for x in mine], [x.grad.double() for x in exact], given[0].dtype)
-    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors(device))
-    causal = lambda b, h, i, j: i >= j
-    mask = create_block_mask(causal, None, None, QUERIES, KEYS)
-    near(flex_attention(q, k, v, block_mask=mask, return_lse=True), expected(q, k, v, causal), q.dtype)
+    ids = (torch.arange(KEYS, device=device) * 3 // KEYS).clamp(max=2)
+    masks = causal, lambda b, h, i, j: ids[i] == ids[j]
+    for dim in (DIM, 20):
+        # Columns that are apart, of head dims that kernels have or not; of gradients as well.
+        given = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors(device, dim=dim)]
+        for seen in masks:
+            mask = create_block_mask(seen, None, None, QUERIES, KEYS, device=device)
+            mine, exact = [x.detach().requires_grad_() for x in given], [x.double().requires_grad_() for x in given]
+            found, truth = flex_attention(*mine, block_mask=mask, return_lse=True), expected(*exact, seen)
+            near([it.detach() for it in found], [it.detach() for it in truth], given[0].dtype)
+            gradient = make(*found[0].shape)
+            found[0].backward(gradient)
+            truth[0].backward(gradient.double())
+            near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
 
 
 @DEVICES
@@ -571,6 +581,17 @@ def test_a_mask_that_is_a_tensor_is_deterministic_where_asked(deterministic, dev
     scaled_dot_product_attention(q, k, v, mask, deterministic=deterministic).sum().backward()
     problem = flashcore.info()["last"]["problem"]
     assert "backward" in problem and ("deterministic" in problem) == deterministic
+
+
+@pytest.mark.gpu
+def test_gradients_through_a_mask_that_is_a_tensor_are_the_same_twice():
+    """Many blocks of keys for each block of queries, whose parts of gradients meet in any order unless asked."""
+    given = [x.requires_grad_() for x in tensors("cuda", 2, 8, 2048, 2048, 128, key_heads=2)]
+    direction = torch.randn_like(given[0])
+    for mask in (torch.rand(2048, 2048, device="cuda") > 0.3, torch.randn(2, 1, 2048, 2048, device="cuda").bfloat16()):
+        call = lambda: scaled_dot_product_attention(*given, mask, enable_gqa=True, deterministic=True)
+        first, second = (torch.autograd.grad(call(), given, direction) for _ in range(2))
+        assert all(torch.equal(*pair) for pair in zip(first, second))
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler

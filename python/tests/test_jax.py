@@ -376,3 +376,71 @@ def test_on_a_gpu(case):
     many = jax.jit(jax.vmap(lambda *x: flash_attn_func(*x, **ours)))(*(jnp.stack((x, x)) for x in arrays))
     once = flash_attn_func(*arrays, **ours)
     assert (many[0] == many[1]).all() and (many[0] == once).all()
+
+
+@pytest.fixture
+def gpu():
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"no GPU that JAX can use: {error}")
+    with jax.default_device(device):
+        yield device
+
+
+def on_a_gpu(call, expected, arrays):
+    """Compares what a compiled program of bfloat16 on the GPU finds with the same in float32."""
+    found = jax.jit(call)(*arrays)
+    assert flashcore.info()["last"]["device"].startswith("cuda")
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    exact = jax.jit(expected)(*wide)
+    close(found, jax.tree.map(lambda x, like: x.astype(like.dtype), exact, found), 3e-2)
+
+
+def with_gradients(call):
+    def run(*arrays):
+        out, back = jax.vjp(call, *arrays)
+        return out, *back(jnp.cos(out.astype(jnp.float32)).astype(out.dtype))
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, None)], ids=str)
+def test_vmap_on_a_gpu(gpu, axes):
+    shapes = ((2, 65, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
+    lay = lambda shape, axis: shape if axis is None else (*shape[:axis], 3, *shape[axis:])  # noqa: E731
+    arrays = random(*(lay(shape, axis) for shape, axis in zip(shapes, axes)), dtype=jnp.bfloat16)
+    ours = jax.vmap(lambda *x: flash_attn_func(*x, causal=True), axes)
+    theirs = jax.vmap(lambda *x: reference(*x, causal=True)[0], axes)
+    on_a_gpu(with_gradients(ours), with_gradients(theirs), arrays)
+
+
+@pytest.mark.gpu
+def test_packed_sequences_on_a_gpu(gpu):
+    arrays, ends = random(*((200, heads, 64) for heads in (4, 2, 2)), dtype=jnp.bfloat16), (0, 33, 33, 190, 200)
+    starts = jnp.array(ends, jnp.int32)
+
+    def apart(*rows):
+        spans = [it for it in zip(ends, ends[1:]) if it[0] < it[1]]
+        return jnp.concatenate([reference(*(x[None, b:e] for x in rows), causal=True)[0][0] for b, e in spans])
+
+    ours = lambda *x: flash_attn_varlen_func(*x, starts, starts, 157, 157, causal=True)  # noqa: E731
+    on_a_gpu(with_gradients(ours), with_gradients(apart), arrays)
+
+
+@pytest.mark.gpu
+def test_a_cache_in_pages_on_a_gpu(gpu):
+    page, table = 16, jnp.array([[5, 2, 7, 0], [1, 6, 3, 4]], jnp.int32)
+    q, *pages = random((2, 3, 8, 64), (9, page, 2, 64), (9, page, 2, 64), dtype=jnp.bfloat16)
+    sizes = (39, 64)
+    lengths = jnp.array(sizes, jnp.int32)
+    ours = lambda q, k, v, table, lengths: flash_attn_with_kvcache(  # noqa: E731
+        q, k, v, cache_seqlens=lengths, page_table=table, causal=True
+    )
+
+    def theirs(q, k, v, table, lengths):
+        rows = [[x[table[at]].reshape(1, -1, *x.shape[2:])[:, :size] for x in (k, v)] for at, size in enumerate(sizes)]
+        return jnp.concatenate([reference(q[at : at + 1], *it, causal=True)[0] for at, it in enumerate(rows)])
+
+    on_a_gpu(ours, theirs, (q, *pages, table, lengths))
