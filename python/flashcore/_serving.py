@@ -683,6 +683,8 @@ def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> An
         return _copies.join(outputs) if out is None else out, lse
     if dim % 8:
         if out is not None:
+            if _torch is not None and _torch.is_tensor(out):
+                _torch.refuse_unwritable("out", out)
             _copies.check_writable("out", out)
         into = None if out is None else _copies.fill(out)
         output, lse = _combine(_copies.fill(out_partial), lse_partial, into, out_dtype)

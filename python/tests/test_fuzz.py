@@ -659,6 +659,8 @@ def combined_answer(a):
     if not outputs.size:
         return [outputs[0], sums[0]] if len(outputs) else None
     lse = np.logaddexp.reduce(sums, axis=0)
+    # A part of infinite weight leaves nothing to compare: infinity over infinity.
+    lse = np.where(np.isposinf(lse), np.nan, lse)
     return [(outputs * np.exp(sums - lse)[..., None]).sum(axis=0), lse]
 
 

@@ -361,6 +361,8 @@ def test_parts_put_together(device):
         assert again is into and (into.float() - exact[..., :dim]).abs().max().item() < 2e-3
         with pytest.raises(ValueError, match="out has shape .* expected"):
             flash_attn_combine(outputs[..., :dim], lses, out=out)
+        with pytest.raises(TypeError, match="out stands for other numbers than its memory has"):
+            flash_attn_combine(outputs[..., :dim], lses, out=torch._efficientzerotensor(into.shape, device=device))
     nobody, lse = flash_attn_combine(outputs[3:], lses[3:])
     assert not nobody.any() and (lse == -math.inf).all()
     for at in range(2):
