@@ -187,7 +187,7 @@ fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
 }
 
 /// The launch parameters that say where the sequences of a ragged batch lie.
-pub(crate) struct Batch {
+pub(crate) struct RaggedBatch {
     /// The number of sequences.
     pub(crate) batch: Reg<U32>,
     queries: Span,
@@ -221,9 +221,9 @@ impl Sequence {
     }
 }
 
-impl Batch {
+impl RaggedBatch {
     pub(crate) fn parameters(k: &mut Builder) -> Self {
-        Batch {
+        RaggedBatch {
             batch: Number::Batch.read(k),
             queries: Span::queries(k),
             keys: Span {
@@ -272,9 +272,9 @@ impl Batch {
 fn write(k: &mut Builder, which: Tiles) {
     let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
     let room: Reg<U32> = Number::MaxTiles.read(k);
-    let tiles = Cut::parameters(k, which);
-    let batch = Batch::parameters(k);
-    let known = Known::new(k);
+    let tiles = Tiling::parameters(k, which);
+    let batch = RaggedBatch::parameters(k);
+    let known = SharedSequences::new(k);
     let tops = Words::new(k, "tops of warps", WARPS);
     let sums = Words::new(k, "sums of warps", WARPS);
     let kinds = Words::new(k, "kinds of cost", CHUNK);
@@ -404,20 +404,20 @@ struct Tile {
 }
 
 /// How sequences are cut into tiles, and what a tile costs.
-struct Cut {
+struct Tiling {
     rows: Reg<U32>,
     /// The mask, for tiles of queries.
     visibility: Option<Visibility>,
 }
 
-impl Cut {
+impl Tiling {
     fn parameters(k: &mut Builder, which: Tiles) -> Self {
         let rows = Number::TileRows.read(k);
         let visibility = match which {
             Tiles::Queries(mask) => Some(Visibility::parameters(k, mask)),
             Tiles::Keys => None,
         };
-        Cut { rows, visibility }
+        Tiling { rows, visibility }
     }
 
     /// Returns the number of tiles of a sequence.
@@ -439,7 +439,7 @@ impl Cut {
     }
 
     /// Returns the cost of a tile: the keys that some of its query rows sees; for tiles of keys,
-    /// [`most`](Cut::most).
+    /// [`most`](Tiling::most).
     fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
         let Sequence { queries, keys, .. } = *sequence;
         let Some(visibility) = &self.visibility else { return self.most(sequence) };
@@ -449,15 +449,15 @@ impl Cut {
 }
 
 /// The [`Sequence`]s of a chunk, in shared memory.
-struct Known {
+struct SharedSequences {
     words: [Words; 6],
 }
 
-impl Known {
+impl SharedSequences {
     fn new(k: &mut Builder) -> Self {
         let names =
             ["query starts", "queries", "key starts", "keys", "output starts", "lse starts"];
-        Known { words: names.map(|name| Words::new(k, name, CHUNK)) }
+        SharedSequences { words: names.map(|name| Words::new(k, name, CHUNK)) }
     }
 
     fn set(&self, k: &mut Builder, index: Reg<U32>, sequence: &Sequence) {

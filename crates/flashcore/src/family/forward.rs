@@ -3,7 +3,7 @@
 
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
-use kernels::finder::Shared;
+use kernels::finder::SharerProblem;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Configuration, Rules, TileSharer};
@@ -220,11 +220,11 @@ impl TileOrder {
     }
 
     /// Describes how a launch on the device distributes the tiles over thread blocks.
-    fn shared(&self, tiles: u32, blocks: u32) -> Shared {
+    fn shared(&self, tiles: u32, blocks: u32) -> SharerProblem {
         let TileOrder { forward, lengths, heads, window, processors, cache_bytes, .. } = self;
         let groups =
             TileLists::groups(forward, window, *lengths, *heads, *processors, *cache_bytes);
-        Shared { tiles, heads: heads[0] * heads[2], blocks, groups }
+        SharerProblem { tiles, heads: heads[0] * heads[2], blocks, groups }
     }
 
     fn lists_over(&self, block_lists: &[u32]) -> TileLists {

@@ -325,7 +325,7 @@ fn decode_shape(name: &str) -> Option<Decode> {
         return Some(found).filter(|it| it.program().is_ok());
     }
     let bases = kernels::decode::every_tuned(Target::SM_90A).into_iter();
-    let bases = bases.filter(|base| base.splits == Splits::Shares);
+    let bases = bases.filter(|base| base.splits == Splits::Balanced);
     let bases = bases.flat_map(|base| [false, true].map(|paged| Decode { paged, ..base }));
     for base in bases.flat_map(|base| [8, 16].map(|rows| Decode { rows, ..base })) {
         // All but the shape, which is what names end with.

@@ -156,7 +156,7 @@ impl Append {
             Before { lengths: List::KeyLengths.address(k), capacity: Number::KeyLength.read(k) };
         let after: Reg<GlobalAddress> = List::LengthsAfter.address(k);
         let places = Places::parameters(k, self.paged);
-        let angles = self.rotary.map(|rotary| Angles::parameters(k, rotary));
+        let angles = self.rotary.map(|rotary| RotaryRegisters::parameters(k, rotary));
         let queries = self.rotary.map(|_| Queries::parameters(k));
 
         let (block, thread) = (k.block_index(), k.thread_index());
@@ -229,7 +229,7 @@ impl Append {
     fn turn(
         &self,
         k: &mut Builder,
-        angles: &Angles,
+        angles: &RotaryRegisters,
         ends: [Reg<GlobalAddress>; 2],
         position: Reg<U32>,
     ) {
@@ -304,7 +304,7 @@ fn copy(
 }
 
 /// The rotary embedding's tables, as launch parameters.
-struct Angles {
+struct RotaryRegisters {
     rotary: Rotary,
     cosines: Reg<GlobalAddress>,
     sines: Reg<GlobalAddress>,
@@ -312,9 +312,9 @@ struct Angles {
     starts: Reg<GlobalAddress>,
 }
 
-impl Angles {
+impl RotaryRegisters {
     fn parameters(k: &mut Builder, rotary: Rotary) -> Self {
-        Angles {
+        RotaryRegisters {
             rotary,
             cosines: List::Cosines.address(k),
             sines: List::Sines.address(k),

@@ -5,14 +5,14 @@ use ptx::{
     U32, U64,
 };
 
-use super::{Angles, Append};
+use super::{Append, RotaryRegisters};
 use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
 
 /// How a row of keys or values is scaled and rotated.
 pub(super) struct Rounded<'a> {
     pub(super) scales: &'a ScaleSource,
     /// The tables of its rotation and its position, for keys with rotary embeddings.
-    pub(super) turned: Option<(&'a Angles, Reg<U32>)>,
+    pub(super) turned: Option<(&'a RotaryRegisters, Reg<U32>)>,
     pub(super) columns: u32,
 }
 

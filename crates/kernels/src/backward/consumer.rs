@@ -12,9 +12,9 @@ use ptx::{
 
 use super::epilogue::{self, Done};
 use super::persistent::{Claims, Handover};
-use super::place::{Place, Tile, Walk};
+use super::place::{Tile, TileScheduler, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
-use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
+use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -138,7 +138,7 @@ impl Registers {
 pub(super) struct Warpgroup<'a> {
     pub(super) backward: &'a Backward,
     pub(super) shared: &'a Shared,
-    pub(super) place: &'a Place,
+    pub(super) place: &'a TileScheduler,
     pub(super) tile: &'a Tile,
     /// The index of this warpgroup among the consumers.
     pub(super) index: Reg<U32>,
@@ -773,9 +773,9 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Returns the coordinates of the thread's scores, for mask and score functions.
-    fn standing(&self, k: &mut Builder, part: Part) -> Standing<'static> {
+    fn standing(&self, k: &mut Builder, part: Part) -> ScoreCoordinates<'static> {
         let [query_length, key_length] = self.place.lengths(k);
-        Standing {
+        ScoreCoordinates {
             batch: self.place.batch(k, self.tile),
             head: self.walk.head,
             first_query: self.first_column(k, part),

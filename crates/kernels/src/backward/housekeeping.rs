@@ -20,7 +20,7 @@ use ptx::{
 };
 
 use super::persistent::{Claims, Handover};
-use super::place::{Place, Share};
+use super::place::{Share, TileScheduler};
 use super::row_blocks::{RowBlocks, Vectors};
 use super::{Backward, SumsLayout};
 use crate::parameter::{Number, Scale, Tensor, Workspace};
@@ -53,7 +53,7 @@ enum Progress {
 }
 
 /// Parameters, barriers and staging memory of clearing and rounding.
-pub(super) struct Housekeeping {
+pub(super) struct ClearAndRound {
     element: Element,
     head_dim: u32,
     layout: SumsLayout,
@@ -112,7 +112,7 @@ fn every_tile(
     });
 }
 
-impl Housekeeping {
+impl ClearAndRound {
     /// Bytes of shared memory, without barriers.
     pub(super) const BYTES: u32 = STAGES * CHUNK;
 
@@ -120,7 +120,7 @@ impl Housekeeping {
     /// `dQ`.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
-        Housekeeping {
+        ClearAndRound {
             element: backward.element,
             head_dim: backward.head_dim,
             layout,
@@ -159,7 +159,7 @@ impl Housekeeping {
     }
 
     /// Runs the clearing and rounding warps beside the single tile of a block.
-    pub(super) fn keep(&self, k: &mut Builder, place: &Place) {
+    pub(super) fn keep(&self, k: &mut Builder, place: &TileScheduler) {
         let clears = is_clearing(k);
         k.if_else(
             clears,
@@ -186,7 +186,7 @@ impl Housekeeping {
     pub(super) fn keep_all(
         &self,
         k: &mut Builder,
-        place: &Place,
+        place: &TileScheduler,
         handover: &Handover,
         claims: &Claims,
     ) {
@@ -219,7 +219,13 @@ impl Housekeeping {
 
     /// Runs the clearing warp beside a tile, or a part of one: reports its sums ready, clears a
     /// later share, and stages an earlier one for rounding.
-    fn clear_and_stage(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Producer) {
+    fn clear_and_stage(
+        &self,
+        k: &mut Builder,
+        place: &TileScheduler,
+        number: Reg<U32>,
+        staged: &Producer,
+    ) {
         let leads = leads(k);
         k.if_(leads, |k| {
             let (tile, _) = place.tile_and_part(k, number);
@@ -250,7 +256,7 @@ impl Housekeeping {
     fn if_later(
         &self,
         k: &mut Builder,
-        place: &Place,
+        place: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
@@ -267,7 +273,7 @@ impl Housekeeping {
     fn if_earlier(
         &self,
         k: &mut Builder,
-        place: &Place,
+        place: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
@@ -282,7 +288,7 @@ impl Housekeeping {
 
     /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
     /// thread.
-    fn end(&self, k: &mut Builder, place: &Place, number: Reg<U32>) {
+    fn end(&self, k: &mut Builder, place: &TileScheduler, number: Reg<U32>) {
         let (tile, _) = place.tile_and_part(k, number);
         k.if_(tile.less(self.rounded), |k| {
             let share = place.share(k, tile);
@@ -364,7 +370,7 @@ impl Housekeeping {
     }
 
     /// Runs a rounding warp beside a tile.
-    fn round(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Consumer) {
+    fn round(&self, k: &mut Builder, place: &TileScheduler, number: Reg<U32>, staged: &Consumer) {
         self.if_earlier(k, place, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);

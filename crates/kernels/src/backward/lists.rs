@@ -1,7 +1,7 @@
 //! Walks by lists: with a mask function, each key block has a list of the query blocks that see it.
 //!
 //! In the Hopper kernel only threads of the producer warpgroup read the list. With each stage the
-//! producer publishes its query head and list entry in shared memory ([`Told`]), so that consumers
+//! producer publishes its query head and list entry in shared memory ([`PublishedSteps`]), so that consumers
 //! neither wait for loads of the list nor keep a position in it in registers.
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, SharedAddress, U32, Value};
@@ -78,7 +78,7 @@ impl Listed {
 }
 
 /// The step that each stage was loaded for, published to the consumers: query head and list entry.
-pub(super) struct Told {
+pub(super) struct PublishedSteps {
     /// Byte offset of the words of stage 0.
     words: u32,
 }
@@ -86,9 +86,9 @@ pub(super) struct Told {
 /// Bytes for each stage.
 const BYTES: u32 = 8;
 
-impl Told {
+impl PublishedSteps {
     pub(super) fn new(k: &mut Builder, stages: u32) -> Self {
-        Told { words: k.shared("steps of the list", BYTES * stages, BYTES) }
+        PublishedSteps { words: k.shared("steps of the list", BYTES * stages, BYTES) }
     }
 
     fn address(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<SharedAddress> {

@@ -98,11 +98,11 @@ use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
-use housekeeping::Housekeeping;
-use lists::Told;
-use order::{Rounds, Turns};
+use housekeeping::ClearAndRound;
+use lists::PublishedSteps;
+use order::{AlternatingWaves, Turns};
 use persistent::{Claims, Handover};
-use place::{Place, Tile};
+use place::{Tile, TileScheduler};
 use split::{Partials, Split};
 
 /// Rows of one `wgmma` accumulator: here, keys.
@@ -176,7 +176,7 @@ struct Shared {
     /// Signals, for each stage, that every warp has written its part of the `dS` tile.
     written: Barriers,
     /// With a mask function: the list entry that each stage was loaded for.
-    told: Option<Told>,
+    told: Option<PublishedSteps>,
     /// In the deterministic mode: the turns at which this block adds its `dQ`.
     turns: Option<Turns>,
     /// For wide heads: what one warpgroup passes to the other.
@@ -186,7 +186,7 @@ struct Shared {
     /// Where tiles are split: the workspace of partial gradients.
     partials: Option<Partials>,
     /// Where the `dQ` workspace is cleared and rounded while the products run.
-    housekeeping: Option<Housekeeping>,
+    housekeeping: Option<ClearAndRound>,
 }
 
 /// Tensor maps and addresses of tensors and workspaces.
@@ -209,7 +209,7 @@ struct Block<'a> {
     backward: &'a Backward,
     shared: &'a Shared,
     tensors: &'a Tensors,
-    place: &'a Place,
+    place: &'a TileScheduler,
 }
 
 /// The code of a consumer warpgroup for one tile.
@@ -297,7 +297,7 @@ impl Backward {
         let exchange = if self.shape() == Shape::Wide { wide::WEIGHTS_BYTES } else { 0 };
         let bytes = once.iter().sum::<u32>()
             + exchange
-            + if self.keeps_house() { Housekeeping::BYTES } else { 0 }
+            + if self.keeps_house() { ClearAndRound::BYTES } else { 0 }
             + stages * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
@@ -467,10 +467,10 @@ impl Backward {
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let shared = self.shared(k);
-        let mut place = Place::parameters(k, &self.pass());
+        let mut place = TileScheduler::parameters(k, &self.pass());
         place.posted = shared.handover.as_ref().map(|it| it.posted);
         place.split = self.split.then(|| Split::parameters(k));
-        place.rounds = self.walks_by_rounds().then(|| Rounds::parameters(k));
+        place.rounds = self.walks_by_rounds().then(|| AlternatingWaves::parameters(k));
         let consumer = Consumer::parameters(k, self);
         let claims = self.persistent.then(|| Claims::parameters(k));
         let thread = k.thread_index();
@@ -558,11 +558,11 @@ impl Backward {
             exchange: is_wide.then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
-            told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
+            told: self.pass().takes_block_lists().then(|| PublishedSteps::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
             handover: self.persistent.then(|| Handover::new(k, posted)),
             partials: self.split.then(|| Partials::parameters(k, self)),
-            housekeeping: housekeeping.then(|| Housekeeping::parameters(k, self, warps)),
+            housekeeping: housekeeping.then(|| ClearAndRound::parameters(k, self, warps)),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! The order of tiles and of `dQ` additions: the deterministic mode, and the alternating waves of
-//! causal problems ([`Rounds`]).
+//! causal problems ([`AlternatingWaves`]).
 //!
 //! In the deterministic mode, additions to a query block's `dQ` come in one fixed order. Each query
 //! block of each head has a counter. A thread block may add once the counter says that its
@@ -32,7 +32,7 @@ use ptx::{
     Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
-use super::place::{Path, Place, Tile, Walk};
+use super::place::{Path, Tile, TileScheduler, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -95,13 +95,13 @@ impl Direction {
 ///          |  \  /  |  \  /
 ///          |   \/   |   \/     time
 /// ```
-pub(super) struct Rounds {
+pub(super) struct AlternatingWaves {
     tiles: DivisorRegisters,
 }
 
-impl Rounds {
+impl AlternatingWaves {
     pub(super) fn parameters(k: &mut Builder) -> Self {
-        Rounds { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
+        AlternatingWaves { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
     }
 
     /// Returns the direction of a tile's walk.
@@ -189,7 +189,12 @@ impl Turn {
     }
 
     /// Returns the query blocks that see the preceding key block. Walks by lists do without.
-    fn seen_before(&self, k: &mut Builder, place: &Place, walk: &Walk) -> Option<QueryBlocks> {
+    fn seen_before(
+        &self,
+        k: &mut Builder,
+        place: &TileScheduler,
+        walk: &Walk,
+    ) -> Option<QueryBlocks> {
         if let Path::Listed { .. } = walk.path {
             return None;
         }
@@ -273,7 +278,7 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &Place,
+        place: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
@@ -295,7 +300,7 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &Place,
+        place: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
@@ -316,7 +321,7 @@ impl Turns {
 pub(crate) fn await_turn(
     k: &mut Builder,
     counters: Reg<GlobalAddress>,
-    place: &Place,
+    place: &TileScheduler,
     walk: &Walk,
 ) {
     let Some(turn) = place.turn(k) else { return };
@@ -325,7 +330,12 @@ pub(crate) fn await_turn(
 }
 
 /// Passes on the turn that `await_turn` waited for; called by one thread.
-pub(crate) fn pass_turn(k: &mut Builder, counters: Reg<GlobalAddress>, place: &Place, walk: &Walk) {
+pub(crate) fn pass_turn(
+    k: &mut Builder,
+    counters: Reg<GlobalAddress>,
+    place: &TileScheduler,
+    walk: &Walk,
+) {
     let Some(turn) = place.turn(k) else { return };
     turn.pass_on(k, counters, walk);
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Tile`] is one key block of one key head of one sequence. Its [`Walk`] visits every pair of a
 //! query head of the group and a query block that sees some of the tile's keys; the producer, the
-//! consumers and the threads that pass turns each keep a walk of their own. [`Place`] holds the
+//! consumers and the threads that pass turns each keep a walk of their own. [`TileScheduler`] holds the
 //! launch's numbers from which both are computed, for equal lengths (`order` says in which order
 //! tiles come) or for ragged batches (`ragged`).
 
@@ -10,7 +10,7 @@ use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
 use super::BackwardPass;
 use super::lists::Listed;
-use super::order::{Direction, Order, Rounds, Turn};
+use super::order::{AlternatingWaves, Direction, Order, Turn};
 use super::persistent::Posted;
 use super::ragged::{Ragged, Slice};
 use super::split::Split;
@@ -21,7 +21,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
 /// The numbers of a launch that map thread blocks to tiles and tiles to query blocks.
-pub(crate) struct Place {
+pub(crate) struct TileScheduler {
     query_block: u32,
     pub(super) key_block: u32,
     sequences: Sequences,
@@ -41,7 +41,7 @@ pub(crate) struct Place {
     /// How the tiles of the last wave are split, if they are.
     pub(super) split: Option<Split>,
     /// In which direction each wave walks, where waves alternate.
-    pub(super) rounds: Option<Rounds>,
+    pub(super) rounds: Option<AlternatingWaves>,
 }
 
 /// How many queries and keys sequences have, and where they are.
@@ -95,10 +95,10 @@ pub(super) enum Path {
     /// One query block for all `heads` query heads, then the next entry of a list.
     Listed { listed: Listed, heads: Reg<U32> },
     /// Steps are read from shared memory: the producer, which walks the list, leaves them there.
-    Told,
+    PublishedSteps,
 }
 
-impl Place {
+impl TileScheduler {
     /// Returns the shared memory that a thread block needs to look up its tile.
     pub(crate) const fn shared_bytes(batch: Batch) -> u32 {
         match batch {
@@ -115,7 +115,7 @@ impl Place {
             },
             _ => Sequences::Ragged(Ragged::parameters(k, pass)),
         };
-        Place {
+        TileScheduler {
             query_block: pass.query_block,
             key_block: pass.key_block,
             sequences,
@@ -418,7 +418,7 @@ impl Place {
     pub(super) fn follow(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let walk = self.walk(k, tile);
         match walk.path {
-            Path::Listed { .. } => Walk { path: Path::Told, ..walk },
+            Path::Listed { .. } => Walk { path: Path::PublishedSteps, ..walk },
             _ => walk,
         }
     }
@@ -472,7 +472,7 @@ impl Tile {
 
 impl Walk {
     /// Returns a copy of the walk, one step further.
-    pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
+    pub(crate) fn ahead(&self, k: &mut Builder, place: &TileScheduler, tile: &Tile) -> Walk {
         let Walk { head, block, left, number, path } = *self;
         let path = match path {
             Path::Listed { listed, heads } => Path::Listed { listed: listed.copied(k), heads },
@@ -485,7 +485,7 @@ impl Walk {
     }
 
     /// Advances to the next step.
-    pub(crate) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance(&self, k: &mut Builder, place: &TileScheduler, tile: &Tile) {
         self.advance_block(k, tile);
         self.advance_number(k, place, tile);
     }
@@ -517,13 +517,13 @@ impl Walk {
                 k.if_(around, |k| listed.advance(k));
                 k.set(self.block, listed.block());
             }
-            Path::Told => {}
+            Path::PublishedSteps => {}
         }
         k.set(self.left, self.left - 1);
     }
 
     /// Updates `number` after `advance_block`.
-    pub(crate) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance_number(&self, k: &mut Builder, place: &TileScheduler, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
             Path::Around(start) => {
@@ -543,12 +543,12 @@ impl Walk {
                     k.set(self.number, self.number + step - heads * blocks);
                 });
             }
-            Path::Listed { .. } | Path::Told => self.find_number(k, place, tile),
+            Path::Listed { .. } | Path::PublishedSteps => self.find_number(k, place, tile),
         }
     }
 
     /// Computes `number` from the current head and query block.
-    pub(super) fn find_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(super) fn find_number(&self, k: &mut Builder, place: &TileScheduler, tile: &Tile) {
         let heads = place.key_heads.number * place.group;
         let blocks = k.eval(place.query_blocks());
         k.set(self.number, (tile.batch * heads + self.head) * blocks + self.block);

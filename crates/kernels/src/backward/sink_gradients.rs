@@ -14,7 +14,7 @@ use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
-use crate::sequencer::Batch as Sequences;
+use crate::sequencer::RaggedBatch;
 use crate::{Configuration, Error, mma};
 
 /// Threads of a thread block.
@@ -39,7 +39,7 @@ pub struct SinkGradients {
 /// The launch's parameters for the query rows of a head, over all sequences.
 enum AllRows {
     Equal { lengths: [Reg<U32>; 2], batch: Reg<U32>, heads: Reg<U32> },
-    Ragged(Sequences),
+    Ragged(RaggedBatch),
 }
 
 impl SinkGradients {
@@ -101,7 +101,7 @@ impl SinkGradients {
                 let (batch, heads) = (Number::Batch.read(k), Number::QueryHeads.read(k));
                 AllRows::Equal { lengths, batch, heads }
             }
-            _ => AllRows::Ragged(Sequences::parameters(k)),
+            _ => AllRows::Ragged(RaggedBatch::parameters(k)),
         };
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let visibility = Visibility::parameters(k, self.mask);

@@ -26,7 +26,7 @@ use ptx::{
 
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
 use super::epilogue::{self, Done};
-use super::place::{Place, Tile};
+use super::place::{Tile, TileScheduler};
 use super::{Block, PART, ROWS, WARPGROUPS};
 
 /// Bytes of the `P` that is handed over: one 64 x 64 accumulator.
@@ -236,7 +236,7 @@ impl<'a> Half<'a> {
     }
 
     /// Rounds and stores this warpgroup's `dK` or `dV`.
-    fn store(&self, k: &mut Builder, place: &Place, done: Done<'_>) {
+    fn store(&self, k: &mut Builder, place: &TileScheduler, done: Done<'_>) {
         let tile = place.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };

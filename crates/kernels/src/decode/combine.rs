@@ -13,7 +13,7 @@ use super::schedule::Part;
 use crate::attention::rows::reference;
 
 /// Parts whose loads are in flight at the same time.
-pub(super) const TOGETHER: u32 = 16;
+pub(super) const PARTS_IN_FLIGHT: u32 = 16;
 
 /// Load hint for parts that other multiprocessors wrote: L2 only, not this multiprocessor's L1.
 pub(super) const FRESH: LoadHint =
@@ -101,7 +101,8 @@ impl<'a> Combine<'a> {
         let (merge, decode) = (self.merge, self.merge.decode);
         let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
         let rows = k.eval(self.part.rows.count.minimum(decode.rows));
-        let padded = k.eval((self.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
+        let padded =
+            k.eval((self.teams + (PARTS_IN_FLIGHT - 1)) / PARTS_IN_FLIGHT * PARTS_IN_FLIGHT);
         k.for_range(warp, rows, decode.warps, |k, row| {
             let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
             let place = k.eval(place.convert::<U64>());
@@ -147,8 +148,8 @@ impl<'a> Combine<'a> {
         let place = k.eval((item.row * decode.value_head_dim + item.column) * 4);
         let place = k.eval(place.convert::<U64>());
         let last = k.eval(self.teams - 1);
-        k.for_range(0, self.teams, TOGETHER, |k, first| {
-            let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..TOGETHER)
+        k.for_range(0, self.teams, PARTS_IN_FLIGHT, |k, first| {
+            let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..PARTS_IN_FLIGHT)
                 .map(|ahead| {
                     // Beyond the last part, the last is loaded again, with a factor of zero.
                     let index = k.eval((first + ahead).minimum(last));

@@ -295,7 +295,7 @@ impl<'a> Merge<'a> {
         let bytes = (item.column * self.decode.element.bytes()).convert::<U64>();
         let address = k.eval(address + bytes);
         let outputs = match self.decode.splits {
-            Splits::Shares => sums.outputs.map(|output| k.eval(output * factor)),
+            Splits::Balanced => sums.outputs.map(|output| k.eval(output * factor)),
             // Folding a split that the row sees nothing of may have turned a minus zero into a
             // zero: adding 0.0 makes every zero positive.
             Splits::Fixed { .. } => sums.outputs.map(|output| k.fma(output, factor, 0.0)),

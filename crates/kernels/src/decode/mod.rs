@@ -107,7 +107,7 @@ pub struct Decode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Splits {
     /// At the boundaries between the shares of teams, which depend on the whole batch.
-    Shares,
+    Balanced,
     /// Every `rounds` tiles of each warp, counted from the sequence's first key: a query's result
     /// has the same bits whatever else is in the batch, and however many queries come with it.
     Fixed {
@@ -150,7 +150,7 @@ impl Decode {
         let extras = format!("{paged}{chunked}{}", self.rules.extras());
         let cache = self.cache.suffix(self.element);
         let fixed = match self.splits {
-            Splits::Shares => String::new(),
+            Splits::Balanced => String::new(),
             Splits::Fixed { rounds } => format!("_fixed{rounds}"),
         };
         format!(
@@ -161,7 +161,7 @@ impl Decode {
     /// Returns the tiles in one unit of the batch's list: 1, or the tiles of a split of fixed size.
     pub const fn unit_tiles(&self) -> u32 {
         match self.splits {
-            Splits::Shares => 1,
+            Splits::Balanced => 1,
             Splits::Fixed { rounds } => rounds * self.warps,
         }
     }
@@ -177,7 +177,7 @@ impl Decode {
     pub const fn parts_of_block(&self, keys: u64) -> u64 {
         match self.splits {
             // One sequence that began before the block's share, and one that goes on after it.
-            Splits::Shares => 2,
+            Splits::Balanced => 2,
             // The splits of a group that is shared with other teams, and the groups of such a
             // sequence.
             Splits::Fixed { .. } => {
@@ -242,7 +242,7 @@ impl Decode {
     /// Returns the most teams that a launch may have: the block that combines a sequence has shared
     /// memory for the factors of that many partial results.
     pub const fn most_teams(&self) -> u32 {
-        self.factors_of_a_row() / combine::TOGETHER * combine::TOGETHER
+        self.factors_of_a_row() / combine::PARTS_IN_FLIGHT * combine::PARTS_IN_FLIGHT
     }
 
     /// Returns how many factors of partial results a row has shared memory for, in the space of the
@@ -302,7 +302,7 @@ impl Decode {
                 "a split of fixed size has at least a tile for each warp",
             ),
             (
-                self.splits != Splits::Shares && self.cache.value_scales == Scales::PerToken,
+                self.splits != Splits::Balanced && self.cache.value_scales == Scales::PerToken,
                 "a row's rounding would depend on the scales of tokens that only others see",
             ),
             (
@@ -338,7 +338,7 @@ impl Decode {
     /// | `Entries` | the number of batch entries or pages of the cache |
     /// | `BlockTable`, `PageColumns`, `PageSize` | only with pages; the size is a [`Divisor`](crate::Divisor) |
     /// | `KeyHeads`, `GroupSize`, `BlocksPerTeam`, `Teams` | [`Divisor`](crate::Divisor)s |
-    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Shares`] |
+    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Balanced`] |
     /// | `PartsPerBlock` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
     /// | `ReachLeft`, `ReachRight` | keys before and after a query's position that it sees |
     /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
@@ -372,7 +372,7 @@ impl Decode {
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
-        let fixed = (self.splits != Splits::Shares).then(|| Fixed::new(k, &merge));
+        let fixed = (self.splits != Splits::Balanced).then(|| Fixed::new(k, &merge));
         let begin = |k: &mut Builder, cursor: &mut Cursor| {
             cursor.load(k, self, &schedule, &places, &numbers);
             ring.begin(k, cursor);

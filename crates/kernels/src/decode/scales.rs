@@ -133,16 +133,16 @@ impl TokenScales {
 
 /// The unit of a warp's outputs where each token has a value scale: the bits of a power of two as
 /// an `f32`.
-pub(super) struct Unit(Reg<U32>);
+pub(super) struct OutputExponent(Reg<U32>);
 
-impl Unit {
+impl OutputExponent {
     /// Bits of the smallest and of the largest unit, for which both the unit and its reciprocal are
     /// normal numbers.
     const EXPONENTS: [u32; 2] = [1 << 23, 253 << 23];
 
     pub(super) fn new(k: &mut Builder, decode: &Decode) -> Option<Self> {
         let tokens = decode.cache.value_scales == Scales::PerToken;
-        tokens.then(|| Unit(k.variable(Self::EXPONENTS[0])))
+        tokens.then(|| OutputExponent(k.variable(Self::EXPONENTS[0])))
     }
 
     /// Raises the unit to the largest scale of a tile. Returns the tile's scales in the new unit,

@@ -125,7 +125,7 @@ fn with_shape(
             tile_keys: *tile_keys,
             stages: *stages,
             blocks: 1,
-            splits: Splits::Shares,
+            splits: Splits::Balanced,
         },
         reason,
     }

@@ -11,7 +11,7 @@ use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Program, Reg, Target, U32, U64, Value,
 };
 
-use super::Found;
+use super::BlockStateTable;
 use crate::Error;
 use crate::attention::function::blocks::BlockLists;
 use crate::attention::sequences::inclusive_sum;
@@ -39,7 +39,7 @@ const MOST_GROUPS: u32 = 32;
 
 /// The problem that a launch of the sharer solves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharerProblem {
     /// Number of tiles, over all heads and sequences.
     pub tiles: u32,
     /// Number of heads, over all sequences.
@@ -50,7 +50,7 @@ pub struct Shared {
     pub groups: [u32; 2],
 }
 
-impl Shared {
+impl SharerProblem {
     /// Returns `groups`, with groups large enough that there are at most [`MOST_GROUPS`].
     fn groups(&self) -> [u32; 2] {
         [self.groups[0].max(self.heads.div_ceil(MOST_GROUPS)).max(1), self.groups[1]]
@@ -102,7 +102,7 @@ impl TileSharer {
     ///
     /// The grid is one block. Parameters by name: the finder's table and the layout of the lists of
     /// key blocks; the address of the lists of tiles; tiles per head, query heads, and the numbers
-    /// of [`Shared`].
+    /// of [`SharerProblem`].
     pub fn program(&self) -> Result<Program, Error> {
         let mut k = Builder::new(self.name(), self.target, THREADS).blocks_per_multiprocessor(1);
         write(&mut k);
@@ -112,7 +112,7 @@ impl TileSharer {
 
 /// The parameters, shared memory and per-thread state of the kernel.
 struct Sharing {
-    found: Found,
+    found: BlockStateTable,
     lists: BlockLists,
     shares: Reg<GlobalAddress>,
     per_head: Reg<U32>,
@@ -141,7 +141,7 @@ struct Sharing {
 }
 
 fn write(k: &mut Builder) {
-    let found = Found::parameters(k);
+    let found = BlockStateTable::parameters(k);
     let shares = Workspace::TileLists.address(k);
     let [per_head, heads, all_heads, blocks, together, last_heads, room] = [
         Number::TilesPerHead,

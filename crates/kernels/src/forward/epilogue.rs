@@ -7,7 +7,7 @@ use ptx::{
 };
 
 use super::partials::Partials;
-use super::scheduler::{ConsumerScheduler, Place};
+use super::scheduler::{ConsumerScheduler, TileCoordinates};
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 use crate::attention::rows::Finished;
@@ -115,7 +115,7 @@ impl Epilogue {
         tiles: &T,
         staging: &Output,
         current: &T::Current,
-        place: &Place,
+        place: &TileCoordinates,
         rows: &[Finished],
     ) {
         let position = Accumulator::position(k, staging.thread);

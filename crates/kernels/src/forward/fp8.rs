@@ -45,8 +45,8 @@ fn slots(forward: &Forward) -> &'static [u32] {
     }
 }
 
-/// The binary logarithm of the largest P: P is scaled by `2^LIFT`.
-const LIFT: f32 = 8.0;
+/// The binary logarithm of the largest P: P is scaled by `2^MAX_OFFSET`.
+const MAX_OFFSET: f32 = 8.0;
 
 /// The least scale of scores. Masked scores, minus infinity, times a scale of zero would be NaN;
 /// with this scale instead of zero all visible keys get the same weight. A negative scale, which
@@ -100,7 +100,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
-        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
+        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(MAX_OFFSET),
         scale_log2: scores.scale_log2,
         tile_scale,
         descale: forward.rules.changes_scores().then(|| k.register()),

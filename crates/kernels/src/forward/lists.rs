@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use super::Forward;
 use crate::attention::Window;
-use crate::attention::function::{BlockCounts, Walked};
+use crate::attention::function::{BlockCount, BlockCounts};
 
 /// The tiles that each thread block computes, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,9 +48,9 @@ pub(crate) const OVERHEAD: u64 = 2 * BLOCK;
 pub(crate) const EVALUATION: u64 = 5;
 
 /// The work of the last group of heads, for each thread block, in units of the longest tile.
-const LAST_ROUND: u64 = 2;
+const LAST_GROUP_TILES: u64 = 2;
 /// Full waves of pairs that, in addition to the incomplete one, may be distributed longest first.
-const ROUNDS_TRIED: u64 = 2;
+const WAVES_TRIED: u64 = 2;
 /// Shorter tiles are held back to the end only if they are less than one part in this many of the
 /// work.
 const FEW_SHORTER: u64 = 8;
@@ -136,7 +136,7 @@ impl TileLists {
             Shares::best(ways.into_iter().map(|(last, held_back)| longest_first(last, held_back)))
         } else {
             let rounds = pairs / blocks as u64;
-            let kept = rounds.saturating_sub(ROUNDS_TRIED);
+            let kept = rounds.saturating_sub(WAVES_TRIED);
             let in_turn = |shares: &mut Shares, pairs: Range<u64>| {
                 for (at, (number, cost)) in pairs.flat_map(|it| pair(it).map(move |of| (it, of))) {
                     shares.give_to((at % blocks as u64) as usize, number, cost);
@@ -190,7 +190,7 @@ impl TileLists {
     }
 }
 
-impl Walked {
+impl BlockCount {
     /// Returns the cost of a tile that walks these key blocks.
     fn cost(&self) -> u64 {
         u64::from(self.blocks.max(1)) * BLOCK + u64::from(self.evaluated) * EVALUATION + OVERHEAD
@@ -203,7 +203,7 @@ impl Walked {
 fn last_round(all_heads: u64, row_tiles: u32, blocks: u32, cost: impl Fn(u64, u32) -> u64) -> u64 {
     let costs = |head: u64| (0..row_tiles).map(|row_tile| cost(head, row_tile)).collect::<Vec<_>>();
     let longest = (0..all_heads).flat_map(costs).max().unwrap_or(0);
-    let mut left = LAST_ROUND * longest * u64::from(blocks);
+    let mut left = LAST_GROUP_TILES * longest * u64::from(blocks);
     let fits = |head: &u64| {
         left = left.saturating_sub(costs(*head).iter().sum());
         left > 0

@@ -6,7 +6,7 @@ use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use crate::attention::function::blocks::{block_of, needs_function};
-use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
+use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
@@ -113,7 +113,7 @@ impl Rule {
         scores: &[Score],
     ) {
         let place = tiles.place(k, current);
-        let standing = Standing {
+        let standing = ScoreCoordinates {
             batch: tiles.sequence(k, current),
             head: place.head,
             first_query: k.eval((place.first_row + self.row).reinterpret::<S32>()),

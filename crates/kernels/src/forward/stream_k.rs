@@ -28,29 +28,29 @@ pub(super) struct Part {
     /// The tile's number.
     tile: u32,
     key_blocks: Range<u32>,
-    fate: Fate,
+    fate: Fixup,
 }
 
 /// What happens to a part when it has been computed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Fate {
+enum Fixup {
     /// It is left at this place of the workspace for another thread block.
-    Left(u32),
+    Partial(u32),
     /// The other parts of its tile are merged from these places of the workspace, and the tile is
     /// stored.
-    Stored(Range<u32>),
+    Final(Range<u32>),
 }
 
 /// The assignment of the last wave's tiles to thread blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Deal {
+pub(super) struct Assignment {
     /// The parts of each thread block, in the order in which they are computed.
     blocks: Vec<Vec<Part>>,
     /// The number of places of the workspace in use.
     places: u32,
 }
 
-/// A [`Fate`] as the kernel reads it, packed into 32 bits: bit 31 says that the part is left; bits
+/// A [`Fixup`] as the kernel reads it, packed into 32 bits: bit 31 says that the part is left; bits
 /// 0 to 15 are the place where it is left, or the first place to merge from; the bits between are
 /// the number of parts to merge. A whole tile is stored and merges none.
 pub(super) struct PartWord;
@@ -58,17 +58,17 @@ pub(super) struct PartWord;
 impl PartWord {
     pub(super) const WHOLE: u32 = 0;
     const PLACES: u32 = 1 << 16;
-    const LEFT: u32 = 1 << 31;
+    const PARTIAL: u32 = 1 << 31;
 
-    fn of(fate: &Fate) -> u32 {
+    fn of(fate: &Fixup) -> u32 {
         match fate {
-            Fate::Left(place) => PartWord::LEFT + place,
-            Fate::Stored(places) => places.len() as u32 * PartWord::PLACES + places.start,
+            Fixup::Partial(place) => PartWord::PARTIAL + place,
+            Fixup::Final(places) => places.len() as u32 * PartWord::PLACES + places.start,
         }
     }
 
     pub(super) fn is_left(word: Reg<U32>) -> Value<Pred> {
-        word.at_least(PartWord::LEFT)
+        word.at_least(PartWord::PARTIAL)
     }
 
     pub(super) fn place(word: Reg<U32>) -> Value<U32> {
@@ -82,7 +82,7 @@ impl PartWord {
 }
 
 /// The tiles of the last, incomplete wave.
-struct LastRound {
+struct PartialWave {
     /// The number of the first of them.
     first: u32,
     tiles: u32,
@@ -92,10 +92,10 @@ struct LastRound {
     exchange: u32,
 }
 
-impl LastRound {
+impl PartialWave {
     /// Finds by bisection the smallest cost per thread block at which all tiles can be assigned.
     /// Returns that cost, in key blocks, and the assignment.
-    fn deal(&self, blocks: u32) -> (u32, Deal) {
+    fn deal(&self, blocks: u32) -> (u32, Assignment) {
         // At the upper bound each tile has a thread block to itself.
         let (mut short, mut enough) = (0, self.key_blocks + OVERHEAD);
         let mut best = self.with_at_most(enough, blocks).expect("no more tiles than blocks");
@@ -111,8 +111,8 @@ impl LastRound {
 
     /// Assigns to each thread block in turn as much as it can compute at the given cost. Returns
     /// `None` if tiles are left over.
-    fn with_at_most(&self, cost: u32, blocks: u32) -> Option<Deal> {
-        let mut deal = Deal { blocks: Vec::new(), places: 0 };
+    fn with_at_most(&self, cost: u32, blocks: u32) -> Option<Assignment> {
+        let mut deal = Assignment { blocks: Vec::new(), places: 0 };
         // The next tile, the first of its key blocks that is not assigned yet, and the places where
         // the parts before that are left.
         let (mut tile, mut next, mut others) = (0, 0, 0..0);
@@ -125,7 +125,7 @@ impl LastRound {
             let end = self.key_blocks - next + OVERHEAD + others.len() as u32 * self.exchange;
             if end <= room {
                 room -= end;
-                parts.push(self.part(tile, next..self.key_blocks, Fate::Stored(others)));
+                parts.push(self.part(tile, next..self.key_blocks, Fixup::Final(others)));
                 (tile, next, others) = (tile + 1, 0, deal.places..deal.places);
             }
             let most = self.key_blocks - next - 1;
@@ -133,7 +133,7 @@ impl LastRound {
             if tile < self.tiles && taken > 0 {
                 // Computed before the tile that is stored, so that nobody waits for it longer than
                 // need be.
-                parts.insert(0, self.part(tile, next..next + taken, Fate::Left(deal.places)));
+                parts.insert(0, self.part(tile, next..next + taken, Fixup::Partial(deal.places)));
                 deal.places += 1;
                 others.end = deal.places;
                 next += taken;
@@ -146,7 +146,7 @@ impl LastRound {
         Some(deal)
     }
 
-    fn part(&self, tile: u32, key_blocks: Range<u32>, fate: Fate) -> Part {
+    fn part(&self, tile: u32, key_blocks: Range<u32>, fate: Fixup) -> Part {
         Part { tile: self.first + tile, key_blocks, fate }
     }
 }
@@ -165,7 +165,7 @@ impl TileLists {
         processors: u32,
     ) -> Self {
         let processors = processors.max(1);
-        let (rounds, round) = LastRound::of(forward, tiles, key_length, processors);
+        let (rounds, round) = PartialWave::of(forward, tiles, key_length, processors);
         let (_, deal) = round.deal(processors);
         let blocks = if rounds > 0 { processors } else { deal.blocks.len() as u32 };
         let entries = rounds * blocks + deal.blocks.iter().map(Vec::len).sum::<usize>() as u32;
@@ -190,11 +190,11 @@ impl TileLists {
     }
 }
 
-impl LastRound {
+impl PartialWave {
     /// Returns the number of full waves of `tiles` tiles, and the incomplete wave that remains.
     fn of(forward: &Forward, tiles: u32, key_length: u32, processors: u32) -> (u32, Self) {
         let rounds = tiles / processors;
-        let round = LastRound {
+        let round = PartialWave {
             first: rounds * processors,
             tiles: tiles % processors,
             key_blocks: key_length.div_ceil(forward.key_block).max(1),
@@ -209,7 +209,7 @@ impl Forward {
     /// key blocks; 0 where the saving is too small to be certain.
     pub fn stream_k_saves(&self, tiles: u32, key_length: u32, processors: u32) -> f64 {
         let processors = processors.max(1);
-        let (rounds, round) = LastRound::of(self, tiles, key_length, processors);
+        let (rounds, round) = PartialWave::of(self, tiles, key_length, processors);
         if round.tiles == 0 {
             return 0.0;
         }
@@ -239,7 +239,7 @@ mod tests {
             (5, 7, 6, 1),
             (2, 1, 3, 1),
         ] {
-            let round = LastRound { first: 1000, tiles, key_blocks, exchange };
+            let round = PartialWave { first: 1000, tiles, key_blocks, exchange };
             let (cost, deal) = round.deal(blocks);
             assert!(deal.blocks.len() <= blocks as usize);
             let mut seen = vec![vec![false; key_blocks as usize]; tiles as usize];
@@ -253,12 +253,12 @@ mod tests {
                         assert!(!std::mem::replace(&mut seen[tile][key_block as usize], true));
                     }
                     match &part.fate {
-                        Fate::Left(place) => {
+                        Fixup::Partial(place) => {
                             assert_eq!(at, 0, "nothing that waits comes before");
                             assert_eq!(left[*place as usize].replace((tile, block)), None);
                             load += exchange;
                         }
-                        Fate::Stored(places) => {
+                        Fixup::Final(places) => {
                             assert_eq!(part.key_blocks.end, key_blocks);
                             for place in places.clone() {
                                 let (of, by) = left[place as usize].take().unwrap();
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn the_last_round_is_shared_out_evenly() {
         let cost = |tiles, key_blocks, exchange| {
-            LastRound { first: 0, tiles, key_blocks, exchange }.deal(132).0
+            PartialWave { first: 0, tiles, key_blocks, exchange }.deal(132).0
         };
         assert_eq!(cost(68, 128, 1), 71);
         assert_eq!(cost(100, 256, 2), 202);
@@ -292,7 +292,7 @@ mod tests {
         let lists = TileLists::stream_k(&forward, 5, 320, 3);
         assert_eq!((lists.blocks, lists.places), (3, 2));
         let (part, end, left, other) =
-            (TileLists::PART, TileLists::END, PartWord::LEFT, PartWord::PLACES);
+            (TileLists::PART, TileLists::END, PartWord::PARTIAL, PartWord::PLACES);
         let starts = [3, 6, 10];
         let entries = [0, part + 16, end, 1, part + 20, part + 24, end, 2, part + 28, end];
         let parts =

@@ -11,7 +11,7 @@ use ptx::{
 };
 
 use super::Mma;
-use super::place::{HeadRows, Place};
+use super::place::{HeadRows, WorkTile};
 use crate::attention::sequences::Places;
 
 /// Threads that copy a row, then rows that a warp copies in a pass.
@@ -180,7 +180,7 @@ pub(super) struct KeyBlocks {
 }
 
 impl KeyBlocks {
-    pub(super) fn new(k: &mut Builder, mma: &Mma, place: &Place) -> Self {
+    pub(super) fn new(k: &mut Builder, mma: &Mma, place: &WorkTile) -> Self {
         let keys = Blocks::new(k, mma.threads(), mma.key_layout(), mma.head_dim, place.keys);
         let values =
             Blocks::new(k, mma.threads(), mma.value_layout(), mma.value_head_dim, place.values);

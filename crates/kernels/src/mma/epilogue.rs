@@ -7,7 +7,7 @@
 use ptx::{Builder, Expression, Reg, SharedAddress, U32, U64, WarpAccumulator};
 
 use super::Mma;
-use super::place::{Found, Place};
+use super::place::{Found, WorkTile};
 use super::rule::RuleParameters;
 use super::walk::Warp;
 use crate::attention::rows::Finished;
@@ -17,7 +17,7 @@ pub(super) fn store(
     k: &mut Builder,
     mma: &Mma,
     rules: &RuleParameters,
-    place: &Place,
+    place: &WorkTile,
     warp: &Warp<'_>,
 ) {
     let found = place.results.find(k, mma.element);

@@ -41,7 +41,7 @@ use crate::attention::{Batch, Rules};
 use crate::product::Source;
 use crate::{Error, build};
 use copies::{Blocks, KeyBlocks};
-use place::{Equal, Place};
+use place::{Equal, WorkTile};
 use ragged::Ragged;
 use rule::RuleParameters;
 use walk::Warp;
@@ -270,7 +270,7 @@ impl Mma {
     }
 
     /// Emits all of the work on one tile.
-    fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &Place) {
+    fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &WorkTile) {
         let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
         let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());
         let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());

@@ -10,7 +10,7 @@ use ptx::{Builder, Element, Expression, GlobalAddress, Reg, U32, U64};
 
 use super::Mma;
 use super::copies::Pages;
-use super::place::{Found, HeadRows, Place, Results, Walked};
+use super::place::{Found, HeadRows, KeyBlockRange, Results, WorkTile};
 use crate::attention::Batch;
 use crate::attention::sequences::Places;
 use crate::attention::visibility::Visibility;
@@ -111,7 +111,7 @@ impl Ragged {
         k: &mut Builder,
         mma: &Mma,
         visibility: &Visibility,
-        body: impl FnOnce(&mut Builder, Place),
+        body: impl FnOnce(&mut Builder, WorkTile),
     ) {
         let records = self.results.records;
         let (record, _) = records.of_block(k);
@@ -123,7 +123,7 @@ impl Ragged {
         });
     }
 
-    fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> Place {
+    fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> WorkTile {
         let records = self.results.records;
         let (record, head) = records.of_block(k);
         let [sequence, first_row, query_start, query_length] = records.read(k, record, 0);
@@ -146,8 +146,8 @@ impl Ragged {
         let pages = self
             .pages
             .map(|(places, strides)| Pages::new(k, mma, places, sequence, key_start, strides));
-        let walked = Walked::new(k, mma, visibility, first_row, [query_length, key_length]);
-        Place {
+        let walked = KeyBlockRange::new(k, mma, visibility, first_row, [query_length, key_length]);
+        WorkTile {
             sequence,
             head,
             first_row,

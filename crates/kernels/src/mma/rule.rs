@@ -4,8 +4,8 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator};
 
 use super::Mma;
-use super::place::Place;
-use crate::attention::function::lower::{Functions, Standing};
+use super::place::WorkTile;
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
@@ -73,12 +73,12 @@ impl Rule {
         k: &mut Builder,
         mma: &Mma,
         parameters: &RuleParameters,
-        place: &Place,
+        place: &WorkTile,
         first_row: Reg<U32>,
     ) -> Self {
         let RuleParameters { scores, visibility, slopes, .. } = *parameters;
         let functions = parameters.functions.clone();
-        let Place { sequence, head, query_length, key_length, .. } = *place;
+        let WorkTile { sequence, head, query_length, key_length, .. } = *place;
         let slope = slopes.map(|slopes| slopes.unscaled(k, sequence, head, scores.scale_log2));
         let rows = (0..mma.thread_rows()).map(WarpAccumulator::row_offset).collect();
         let position = k.eval(first_row + (key_length - query_length));
@@ -140,11 +140,11 @@ impl Rule {
     }
 
     /// Returns the coordinates of the thread's scores, for mask and score functions.
-    fn standing(&self, k: &mut Builder, first_key: Reg<U32>) -> Standing<'_> {
+    fn standing(&self, k: &mut Builder, first_key: Reg<U32>) -> ScoreCoordinates<'_> {
         let (position, first_key) = self.stand(k, first_key);
         let Rule { sequence, head, query_length, key_length, .. } = *self;
         let offset = (key_length - query_length).reinterpret::<S32>();
-        Standing {
+        ScoreCoordinates {
             batch: sequence,
             head,
             first_query: k.eval(position - offset),

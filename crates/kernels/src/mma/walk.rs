@@ -11,7 +11,7 @@ use ptx::{
 
 use super::Mma;
 use super::copies::{KeyBlocks, wait};
-use super::place::{Place, WarpBlocks};
+use super::place::{WarpBlocks, WorkTile};
 use super::products::{Lanes, Queries, scores, update};
 use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
@@ -38,7 +38,7 @@ impl<'a> Warp<'a> {
         k: &mut Builder,
         mma: &'a Mma,
         rules: &RuleParameters,
-        place: &Place,
+        place: &WorkTile,
         query_room: TileRing,
         keys: TileRing,
         values: TileRing,
@@ -77,7 +77,7 @@ impl<'a> Warp<'a> {
 
     /// Emits the whole walk, from the first copies of keys on. The copies of the queries are in
     /// flight.
-    pub(super) fn walk(&mut self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
+    pub(super) fn walk(&mut self, k: &mut Builder, place: &WorkTile, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         let remaining = self.remaining;
         k.copy_async_commit();
@@ -121,7 +121,7 @@ impl<'a> Warp<'a> {
     }
 
     /// Takes part in copying only, until `left` blocks remain.
-    fn help(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks, left: Reg<U32>) {
+    fn help(&self, k: &mut Builder, place: &WorkTile, key_blocks: &KeyBlocks, left: Reg<U32>) {
         k.loop_(|k| {
             k.break_if(self.remaining.at_most(left));
             self.turn(k, place, key_blocks);
@@ -135,7 +135,7 @@ impl<'a> Warp<'a> {
     }
 
     /// Begins a block: waits for its copies, and issues those of the block that is `ahead` further.
-    fn turn(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
+    fn turn(&self, k: &mut Builder, place: &WorkTile, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         wait(k, ahead - 1);
         k.if_(self.remaining.greater(ahead), |k| {
@@ -159,7 +159,7 @@ impl<'a> Warp<'a> {
     }
 
     /// Processes the current block: scores, probabilities, output.
-    fn attend(&self, k: &mut Builder, place: &Place) {
+    fn attend(&self, k: &mut Builder, place: &WorkTile) {
         let mma = self.mma;
         let entry = place.entry(k, self.remaining.into());
         let first_key = match entry {

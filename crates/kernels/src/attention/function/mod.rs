@@ -55,7 +55,7 @@ mod trace;
 mod weigh;
 mod window;
 
-pub use blocks::{BlockCounts, BlockMask, ListsOf, Walked};
+pub use blocks::{BlockCount, BlockCounts, BlockMask, ListsOf};
 pub use cap::Capped;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};

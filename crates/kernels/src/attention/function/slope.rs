@@ -11,7 +11,7 @@ use super::Function;
 use super::node::{self, Binary, Comparison, Constant, Id, Kind, Node, Symbol, Type, Unary};
 
 /// The nodes of a function, to which those of slopes are added.
-struct Slopes {
+struct Derivatives {
     nodes: Vec<Node>,
 }
 
@@ -46,7 +46,7 @@ impl Function {
     /// Returns the nodes of result and slope together, which share much, and the roots of both.
     pub(super) fn with_slope(&self) -> (Vec<Node>, [Id; 2]) {
         let body = self.body();
-        let mut slopes = Slopes { nodes: body.nodes.clone() };
+        let mut slopes = Derivatives { nodes: body.nodes.clone() };
         let mut found: Vec<Option<Id>> = Vec::new();
         for (id, ty) in body.types.iter().enumerate() {
             let slope = match ty {
@@ -68,7 +68,7 @@ const fn constant(value: f32) -> Node {
     Node::Constant(Constant::F32(value.to_bits()))
 }
 
-impl Slopes {
+impl Derivatives {
     /// Returns the slope of a node from those of its operands; `None` where it is zero.
     fn of(&mut self, id: Id, found: &[Option<Id>]) -> Option<Id> {
         let slope = |id: Id| found[id as usize];

@@ -3,7 +3,7 @@
 
 use ptx::{Builder, Choose, Expression, F32, LoadHint, Reg, SharedAddress};
 
-use super::lower::{FunctionRegisters, Standing};
+use super::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::Score;
 
 impl FunctionRegisters {
@@ -15,7 +15,7 @@ impl FunctionRegisters {
         &self,
         k: &mut Builder,
         scores: &[Score],
-        standing: &Standing<'_>,
+        standing: &ScoreCoordinates<'_>,
         (scale_log2, log_sums): (Reg<F32>, Reg<SharedAddress>),
         has_slopes: bool,
         mut rounded: impl FnMut(&mut Builder, &Score, [Reg<F32>; 2]),

@@ -29,7 +29,7 @@ use crate::attention::scores::Slopes;
 use crate::attention::visibility::Visibility;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor, Workspace};
-use crate::sequencer::{Batch as Sequences, RECORD_BYTES};
+use crate::sequencer::{RECORD_BYTES, RaggedBatch};
 
 /// The scheduler of a thread block: what its producer's and its consumers' sides share.
 #[derive(Clone, Copy)]
@@ -166,7 +166,7 @@ pub(super) enum Tiles {
     Listed(TileList),
     /// The sequences themselves: each thread block has one tile, which it finds by counting the
     /// tiles of the sequences. `tiles` receives the number of tiles per head.
-    Single { sequences: Sequences, tiles: Reg<U32> },
+    Single { sequences: RaggedBatch, tiles: Reg<U32> },
 }
 
 /// The list of tiles, and the rounds in which heads go through it.
@@ -197,7 +197,7 @@ impl Batch {
     pub(super) fn parameters(k: &mut Builder, prefill: &Prefill, scale_log2: Reg<F32>) -> Self {
         let rules = prefill.tile.rules;
         let tiles = match prefill.single_tile {
-            true => Tiles::Single { sequences: Sequences::parameters(k), tiles: k.variable(0) },
+            true => Tiles::Single { sequences: RaggedBatch::parameters(k), tiles: k.variable(0) },
             false => Tiles::Listed(TileList {
                 schedule: Workspace::Schedule.address(k),
                 together: Number::HeadsPerGroup.read(k),

@@ -3,7 +3,7 @@
 
 use ptx::{Builder, ChunkPlace, Expression, Reg, RowCopies, TileWriter, U32, U64, WarpFragment};
 
-use super::lanes::Stand;
+use super::lanes::WarpPartition;
 use super::step::Warp;
 use super::tensors::Tensors;
 
@@ -14,7 +14,7 @@ pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
     k.block_sync();
     let values = (&tensors.value_gradients, backward.value_layout(), backward.value_head_dim);
     let keys = (&tensors.key_gradients, backward.key_layout(), backward.head_dim);
-    let stand = Stand::new(k, backward);
+    let stand = WarpPartition::new(k, backward);
     for (sums, factor, layout, offset) in [
         (&warp.value_gradients, None, values.1, shared.values),
         (&warp.key_gradients, Some(rule.scale), keys.1, shared.keys),

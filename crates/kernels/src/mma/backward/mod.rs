@@ -46,7 +46,7 @@ use ptx::{
 };
 
 use crate::attention::{Batch, Rules};
-use crate::backward::place::Place;
+use crate::backward::place::TileScheduler;
 use crate::backward::{BackwardPass, batch_name};
 use crate::{Error, build};
 use tensors::Tensors;
@@ -215,7 +215,7 @@ impl BackwardMma {
         let scores = if self.column_warps > 1 { 2 } else { 1 };
         once + self.slots() * (slot + self.pass().statistics_bytes())
             + scores * self.score_layout().bytes()
-            + Place::shared_bytes(self.batch)
+            + TileScheduler::shared_bytes(self.batch)
     }
 
     /// Returns whether shared memory holds as many thread blocks as are to be resident.
@@ -306,7 +306,7 @@ impl BackwardMma {
 
     fn write(&self, k: &mut Builder) {
         let tensors = Tensors::parameters(k, self);
-        let place = Place::parameters(k, &self.pass());
+        let place = TileScheduler::parameters(k, &self.pass());
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
         if self.batch != Batch::Equal {

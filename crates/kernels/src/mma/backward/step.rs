@@ -11,17 +11,17 @@ use ptx::{
     WarpFragment,
 };
 
-use super::lanes::{Lanes, Stand, query_gradient_lanes};
+use super::lanes::{Lanes, WarpPartition, query_gradient_lanes};
 use super::weights::{Corner, WeightRule};
 use super::{BackwardMma, Shared, slot};
 use crate::backward::SumsLayout;
 use crate::backward::order::{await_turn, pass_turn};
-use crate::backward::place::{Place, Tile, Walk};
+use crate::backward::place::{Tile, TileScheduler, Walk};
 
 /// The state of one warp.
 pub(super) struct Warp<'a> {
     pub(super) backward: &'a BackwardMma,
-    pub(super) place: &'a Place,
+    pub(super) place: &'a TileScheduler,
     pub(super) tile: &'a Tile,
     pub(super) rule: &'a WeightRule,
     pub(super) shared: &'a Shared,
@@ -197,7 +197,7 @@ impl Warp<'_> {
     fn store(&self, k: &mut Builder, rounded: &WarpFragment, tile: u32, part: u32) {
         let backward = self.backward;
         let tile = k.shared_address(tile);
-        let stand = Stand::new(k, backward);
+        let stand = WarpPartition::new(k, backward);
         let writer = TileWriter::new(
             k,
             backward.score_layout(),
@@ -214,7 +214,7 @@ impl Warp<'_> {
         let backward = self.backward;
         let bytes = backward.pass().statistics_bytes();
         let first = k.shared_address(self.shared.statistics + index * bytes);
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
+        let (lane, stand) = (k.lane(), WarpPartition::new(k, backward));
         let query = stand.column_warp * backward.warp_queries() + lane % 4 * 2;
         let log_sums = k.eval(first + query * 4 + part * backward.part * 4);
         [log_sums, k.eval(log_sums + backward.query_block * 4)]
@@ -224,7 +224,7 @@ impl Warp<'_> {
     /// registers.
     fn corner(&self, k: &mut Builder, part: u32) -> Corner {
         let backward = self.backward;
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
+        let (lane, stand) = (k.lane(), WarpPartition::new(k, backward));
         let key = self.place.first_key(k) + stand.key_warp * backward.warp_keys() + lane / 4;
         let query = self.walk.block * backward.query_block
             + stand.column_warp * backward.warp_queries()
@@ -269,7 +269,7 @@ impl Warp<'_> {
         let backward = self.backward;
         let layout = backward.pass().sums_layout();
         let [columns, queries] = backward.query_gradient_warps();
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
+        let (lane, stand) = (k.lane(), WarpPartition::new(k, backward));
         let at_once = backward.target.has(Capability::VectorReductions);
         // The warps interleave: tiles of 16 columns, and pairs of groups of 8 queries, go to them
         // in turn.

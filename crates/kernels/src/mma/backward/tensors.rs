@@ -4,7 +4,7 @@ use ptx::{Builder, GlobalAddress, Reg, U32};
 
 use super::BackwardMma;
 use crate::attention::Batch;
-use crate::backward::place::Place;
+use crate::backward::place::TileScheduler;
 use crate::backward::row_blocks::Vectors;
 use crate::mma::place::HeadRows;
 use crate::parameter::{Tensor, Workspace};
@@ -64,7 +64,7 @@ impl Positions {
         &self,
         k: &mut Builder,
         backward: &BackwardMma,
-        place: &Place,
+        place: &TileScheduler,
         head: Reg<U32>,
     ) -> HeadRows {
         let none = k.eval(0);

@@ -7,12 +7,12 @@
 
 use ptx::{Builder, Expression, U64, WarpAccumulator};
 
-use super::lanes::{Lanes, Stand};
+use super::lanes::{Lanes, WarpPartition};
 use super::step::Warp;
 use super::tensors::{Positions, Tensors};
 use super::weights::WeightRule;
 use super::{BackwardMma, Shared, epilogue, slot};
-use crate::backward::place::{Place, Walk};
+use crate::backward::place::{TileScheduler, Walk};
 use crate::mma::copies::{Blocks, wait};
 
 /// Emits all work on the tile of a thread block.
@@ -20,13 +20,13 @@ pub(super) fn walk(
     k: &mut Builder,
     backward: &BackwardMma,
     tensors: &Tensors,
-    place: &Place,
+    place: &TileScheduler,
     rule: &WeightRule,
     shared: &Shared,
 ) {
     let tile = place.find(k);
     let walk = place.walk(k, &tile);
-    let stand = Stand::new(k, backward);
+    let stand = WarpPartition::new(k, backward);
     let gradients = |k: &mut Builder, dim: u32| {
         let columns = 16 * backward.column_steps(dim);
         WarpAccumulator::zeros(k, backward.warp_keys(), columns)
@@ -78,7 +78,7 @@ pub(super) fn walk(
 struct Copies<'a> {
     backward: &'a BackwardMma,
     tensors: &'a Tensors,
-    place: &'a Place,
+    place: &'a TileScheduler,
     shared: &'a Shared,
 }
 

@@ -5,10 +5,10 @@ use ptx::{
     WarpFragment,
 };
 
-use crate::attention::function::lower::{Functions, Standing};
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{Rules, Score};
-use crate::backward::place::Place;
+use crate::backward::place::TileScheduler;
 use crate::parameter::Scale;
 
 /// The launch's parameters for the rules.
@@ -49,7 +49,7 @@ impl WeightRule {
     pub(super) fn apply(
         &self,
         k: &mut Builder,
-        place: &Place,
+        place: &TileScheduler,
         (scores, rounded): (&WarpAccumulator, &WarpFragment),
         log_sums: Reg<SharedAddress>,
         (needs_mask, needs_function): (Value<Pred>, Option<Value<Pred>>),
@@ -67,7 +67,7 @@ impl WeightRule {
         let standing = |k: &mut Builder| {
             let Corner { sequence, head, key, query } = corner(k);
             let [query_length, key_length] = place.lengths(k);
-            Standing {
+            ScoreCoordinates {
                 batch: sequence,
                 head,
                 first_query: query,

@@ -18,7 +18,7 @@ mod run;
 
 use ptx::{Builder, Choose, F32, Pred, Reg, S32, U32, Value};
 
-use self::place::{Place, TensorRegisters};
+use self::place::{ElementAddress, TensorRegisters};
 use self::run::{Run, Values};
 use super::Function;
 use super::node::{Id, Kind, Node, Stored, Symbol, Unary};
@@ -81,7 +81,7 @@ pub(crate) struct FunctionRegisters {
     /// By node: what it depends on.
     levels: Vec<Level>,
     /// By node: how it changes from column to column, if it is a position converted to a float.
-    moving: Vec<Option<Moving>>,
+    moving: Vec<Option<InductionVariable>>,
     /// By node: whether a root depends on it.
     needed: Vec<bool>,
     tensors: Vec<TensorRegisters>,
@@ -99,21 +99,21 @@ pub(crate) struct FunctionRegisters {
 /// for the first column only, and the others are float additions. The result is exact wherever the
 /// conversion is.
 #[derive(Clone, Copy)]
-struct Moving {
+struct InductionVariable {
     /// The integer that is converted.
     sum: Sum,
     /// Whether its absolute value is taken.
     absolute: bool,
 }
 
-impl Moving {
+impl InductionVariable {
     fn of(nodes: &[Node], id: usize, transposed: bool) -> Option<Self> {
         let Node::Unary(Unary::ToFloat, integer) = nodes[id] else { return None };
         let (integer, absolute) = match nodes[integer as usize] {
             Node::Unary(Unary::Absolute, inner) => (inner, true),
             _ => (integer, false),
         };
-        let moving = Moving { sum: Sum::of(nodes, integer)?, absolute };
+        let moving = InductionVariable { sum: Sum::of(nodes, integer)?, absolute };
         (moving.step(transposed) != 0).then_some(moving)
     }
 
@@ -131,7 +131,7 @@ impl Moving {
 
 /// The position of a thread's scores in the problem.
 #[derive(Clone, Copy)]
-pub(crate) struct Standing<'a> {
+pub(crate) struct ScoreCoordinates<'a> {
     pub(crate) batch: Reg<U32>,
     pub(crate) head: Reg<U32>,
     /// The query of the thread's first row, or of its first column where rows are keys.
@@ -169,10 +169,10 @@ impl Level {
 enum Computed {
     Float(Value<F32>),
     Integer(Value<S32>),
-    Truth(Value<Pred>),
+    Bool(Value<Pred>),
     /// For a load that also depends on later levels, the part of its address that is known so far.
-    Place(Place),
-    /// For a [`Moving`] float, its value in the first column, before the absolute value is taken.
+    ElementAddress(ElementAddress),
+    /// For a [`InductionVariable`] float, its value in the first column, before the absolute value is taken.
     First(Value<F32>),
 }
 
@@ -193,7 +193,7 @@ impl Computed {
 
     fn truth(&self) -> Value<Pred> {
         match self {
-            Computed::Truth(value) => value.clone(),
+            Computed::Bool(value) => value.clone(),
             _ => unreachable!("types were checked"),
         }
     }
@@ -281,7 +281,7 @@ impl FunctionRegisters {
         vec![None; self.nodes.len()]
     }
 
-    /// Finds the level of each node, the nodes that are [`Moving`], and the nodes that are needed.
+    /// Finds the level of each node, the nodes that are [`InductionVariable`], and the nodes that are needed.
     fn analysed(self) -> Self {
         let FunctionRegisters { nodes, transposed, .. } = &self;
         let mut levels: Vec<Level> = Vec::new();
@@ -297,8 +297,8 @@ impl FunctionRegisters {
                 node => Level::of(node.inputs().iter().map(|input| levels[*input as usize])),
             });
         }
-        let moving = (0..nodes.len()).map(|id| Moving::of(nodes, id, *transposed));
-        let moving: Vec<Option<Moving>> = moving.collect();
+        let moving = (0..nodes.len()).map(|id| InductionVariable::of(nodes, id, *transposed));
+        let moving: Vec<Option<InductionVariable>> = moving.collect();
         let mut needed = vec![false; nodes.len()];
         self.roots.iter().for_each(|root| needed[*root as usize] = true);
         for id in (0..nodes.len()).rev().filter(|id| moving[*id].is_none()) {
@@ -311,7 +311,7 @@ impl FunctionRegisters {
 
     /// Applies the function to the scores in place: a score function replaces them, and a mask sets
     /// those it hides to minus infinity.
-    pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
+    pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &ScoreCoordinates<'_>) {
         let body = |k: &mut Builder, score: &Score, results: &[Computed]| {
             let register = score.register;
             match self.kind {
@@ -340,7 +340,7 @@ impl FunctionRegisters {
         &self,
         k: &mut Builder,
         scores: &[Score],
-        standing: &Standing<'_>,
+        standing: &ScoreCoordinates<'_>,
         mut body: impl FnMut(&mut Builder, &Score, [Value<F32>; 2]),
     ) {
         let scores = in_order_of_columns(scores);
@@ -355,7 +355,7 @@ impl FunctionRegisters {
         &self,
         k: &mut Builder,
         pairs: &[Score],
-        standing: &Standing<'_>,
+        standing: &ScoreCoordinates<'_>,
         mut body: impl FnMut(&mut Builder, &Score, Value<Pred>),
     ) {
         let pairs = in_order_of_columns(pairs);

@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
 use super::arithmetic::{compare, float_binary, integer_binary, unary};
-use super::place::{Place, TensorRegisters, load_pair};
-use super::{Computed, FunctionRegisters, Level, Moving, Standing};
+use super::place::{ElementAddress, TensorRegisters, load_pair};
+use super::{Computed, FunctionRegisters, InductionVariable, Level, ScoreCoordinates};
 use crate::attention::Score;
 use crate::attention::function::node::{Binary, Constant, Id, Node, Symbol};
 use crate::attention::function::window::Sum;
@@ -22,7 +22,7 @@ pub(super) type Values = Vec<Option<Computed>>;
 #[derive(Clone)]
 pub(super) struct Run<'a> {
     function: &'a FunctionRegisters,
-    standing: &'a Standing<'a>,
+    standing: &'a ScoreCoordinates<'a>,
     /// Values of the tile level.
     tile: Values,
     /// Values of the row level, by row.
@@ -41,7 +41,7 @@ impl<'a> Run<'a> {
     pub(super) fn new(
         k: &mut Builder,
         function: &'a FunctionRegisters,
-        standing: &'a Standing<'a>,
+        standing: &'a ScoreCoordinates<'a>,
     ) -> Self {
         let tile = function.nothing();
         let (rows, pairs, second) = (Vec::new(), None, HashMap::new());
@@ -89,7 +89,10 @@ impl<'a> Run<'a> {
             and((address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0));
             and(last_key.less(*extent));
             for values in self.rows.iter().chain([&self.tile]) {
-                if let Some(Computed::Place(Place { within: Some(within), .. })) = &values[id] {
+                if let Some(Computed::ElementAddress(ElementAddress {
+                    within: Some(within), ..
+                })) = &values[id]
+                {
                     and(within.clone());
                 }
             }
@@ -212,7 +215,7 @@ impl<'a> Run<'a> {
                     }
                     match whole {
                         true => place.load(k, tensor),
-                        false => Computed::Place(place.computed(k)),
+                        false => Computed::ElementAddress(place.computed(k)),
                     }
                 }
                 _ if !whole => continue,
@@ -235,19 +238,19 @@ impl<'a> Run<'a> {
         level: Level,
         values: &Values,
         row: Option<usize>,
-    ) -> Place {
+    ) -> ElementAddress {
         let placed = |values: &Values| match &values[id] {
-            Some(Computed::Place(place)) => Some(place.clone()),
+            Some(Computed::ElementAddress(place)) => Some(place.clone()),
             _ => None,
         };
-        let none = Place { address: None, offset: None, within: None };
+        let none = ElementAddress { address: None, offset: None, within: None };
         let whole = self.function.levels[id] == level;
         if level == Level::Column && !whole {
             return none;
         }
         let of_row = row.and_then(|row| self.rows.get(row)).and_then(placed);
         let from = of_row.or_else(|| placed(&self.tile));
-        let from = from.unwrap_or(Place { address: Some(tensor.address), ..none });
+        let from = from.unwrap_or(ElementAddress { address: Some(tensor.address), ..none });
         match placed(values) {
             None => from,
             Some(column) => from.and(column),
@@ -256,7 +259,7 @@ impl<'a> Run<'a> {
 
     /// Computes a sum of positions in the first column and converts it to a float.
     fn in_first_column(&self, k: &mut Builder, sum: Sum, row: Option<usize>) -> Value<F32> {
-        let Standing { first_query, first_key, rows, query_length, key_length, .. } =
+        let ScoreCoordinates { first_query, first_key, rows, query_length, key_length, .. } =
             *self.standing;
         let below = row.map_or(0, |row| rows[row] as i32);
         let constant = sum.constant as i32
@@ -286,7 +289,7 @@ impl<'a> Run<'a> {
         &self,
         k: &mut Builder,
         id: usize,
-        moving: Moving,
+        moving: InductionVariable,
         row: Option<usize>,
         score: &Score,
     ) -> Computed {
@@ -308,7 +311,8 @@ impl<'a> Run<'a> {
         let of_row = row.and_then(|row| self.rows.get(row));
         let levels = [Some(values), of_row, Some(&self.tile)];
         let mut found = levels.into_iter().flatten().filter_map(|it| it[id as usize].clone());
-        let whole = found.find(|it| !matches!(it, Computed::Place(_) | Computed::First(_)));
+        let whole =
+            found.find(|it| !matches!(it, Computed::ElementAddress(_) | Computed::First(_)));
         whole.expect("a node comes after those that it is made of")
     }
 
@@ -321,10 +325,10 @@ impl<'a> Run<'a> {
         row: Option<usize>,
         score: Option<&Score>,
     ) -> Computed {
-        use Computed::{Float, Integer, Truth};
+        use Computed::{Bool, Float, Integer};
         let of = |id: &Id| self.find(*id, values, row);
-        let Standing { batch, head, first_query, rows, first_key, .. } = *self.standing;
-        let Standing { query_length, key_length, .. } = *self.standing;
+        let ScoreCoordinates { batch, head, first_query, rows, first_key, .. } = *self.standing;
+        let ScoreCoordinates { query_length, key_length, .. } = *self.standing;
         match node {
             Node::Symbol(symbol) => {
                 let signed = |register: Reg<U32>| Integer(register.reinterpret::<S32>());
@@ -350,7 +354,7 @@ impl<'a> Run<'a> {
             }
             Node::Constant(Constant::F32(bits)) => Float(f32::from_bits(*bits).into()),
             Node::Constant(Constant::I32(value)) => Integer((*value).into()),
-            Node::Constant(Constant::Bool(value)) => Truth((*value).into()),
+            Node::Constant(Constant::Bool(value)) => Bool((*value).into()),
             Node::Unary(operation, a) => unary(k, *operation, of(a)),
             Node::Binary(operation, a, b) => match (of(a), of(b)) {
                 (Float(a), Float(b)) => Float(float_binary(k, *operation, a, b)),
@@ -366,7 +370,7 @@ impl<'a> Run<'a> {
                         Binary::Or => a | b,
                         _ => a ^ b,
                     };
-                    Truth(k.eval(result).into())
+                    Bool(k.eval(result).into())
                 }
             },
             Node::Compare(comparison, a, b) => {
@@ -374,7 +378,7 @@ impl<'a> Run<'a> {
                     (Float(a), Float(b)) => compare(*comparison, a, b),
                     (a, b) => compare(*comparison, a.integer(), b.integer()),
                 };
-                Truth(k.eval(result).into())
+                Bool(k.eval(result).into())
             }
             Node::Select(condition, a, b) => {
                 let condition = of(condition).truth();
