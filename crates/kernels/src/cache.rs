@@ -36,7 +36,7 @@ impl Cache {
     }
 
     /// Returns whether the element has 8 bits, so that it is widened to `f16` for products.
-    pub const fn is_narrow(&self) -> bool {
+    pub const fn is_8_bit(&self) -> bool {
         self.element.bytes() == 1
     }
 

@@ -63,7 +63,7 @@ pub(crate) fn launch(
         Some(mask) => choice.with_blocks(chip.target, forward.rules.mask, mask)?,
         None => false,
     };
-    if forward.takes_lists() {
+    if forward.takes_tile_lists() {
         let order = TileOrder {
             forward,
             lengths: [counts.query_length, counts.key_length],

@@ -119,7 +119,7 @@ impl Append {
         if !self.target.has(Capability::AsyncCopies) {
             return refuse("the target is older than decode");
         }
-        let narrow = self.cache.is_narrow();
+        let narrow = self.cache.is_8_bit();
         if !narrow && self.cache != Cache::plain(self.element) {
             return refuse("the cache has an element or scales of its own, and not 8 bits");
         }
@@ -178,21 +178,21 @@ impl Append {
                 };
                 let key = ends(k, &new_keys, &keys);
                 let value = ends(k, &new_values, &values);
-                let turned = angles.as_ref().map(|angles| {
+                let rotated = angles.as_ref().map(|angles| {
                     let start = angles.start(k, sequence, length);
                     (angles, k.eval(start + token))
                 });
-                if self.cache.is_narrow() {
+                if self.cache.is_8_bit() {
                     let [of_keys, of_values] = &scales;
-                    let keys = narrow::Rounded { scales: of_keys, turned, columns: self.head_dim };
+                    let keys = narrow::Rounded { scales: of_keys, rotated, columns: self.head_dim };
                     keys.store(k, self, key, sequence, to);
                     let columns = self.value_head_dim;
-                    let values = narrow::Rounded { scales: of_values, turned: None, columns };
+                    let values = narrow::Rounded { scales: of_values, rotated: None, columns };
                     values.store(k, self, value, sequence, to);
                     return;
                 }
-                match turned {
-                    Some((angles, position)) => self.turn(k, angles, key, position),
+                match rotated {
+                    Some((angles, position)) => self.rotate(k, angles, key, position),
                     None => copy(k, self.element, key, 0..self.head_dim),
                 }
                 copy(k, self.element, value, 0..self.value_head_dim);
@@ -219,21 +219,21 @@ impl Append {
                     let row = k.eval(first + query);
                     let at = [sequence, row, head];
                     let ends = [&queries.from, &queries.to].map(|it| it.row(k, self.element, at));
-                    self.turn(k, &angles, ends, position);
+                    self.rotate(k, &angles, ends, position);
                 });
             });
         }
     }
 
     /// Copies a row, rotating its leading columns.
-    fn turn(
+    fn rotate(
         &self,
         k: &mut Builder,
         angles: &RotaryRegisters,
         ends: [Reg<GlobalAddress>; 2],
         position: Reg<U32>,
     ) {
-        angles.turn(k, self.element, ends, position);
+        angles.rotate(k, self.element, ends, position);
         copy(k, self.element, ends, angles.rotary.dim..self.head_dim);
     }
 }
@@ -336,7 +336,7 @@ impl RotaryRegisters {
     }
 
     /// Rotates the leading columns of a row on the way from one address to another.
-    fn turn(
+    fn rotate(
         &self,
         k: &mut Builder,
         element: Element,

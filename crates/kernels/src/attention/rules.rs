@@ -83,7 +83,7 @@ impl Rules {
 
     /// Returns whether the derivative of a score with respect to QK^T is more than the scale: with
     /// a softcap, or with a score function that does more than add.
-    pub fn has_slopes(&self) -> bool {
+    pub fn has_score_derivative(&self) -> bool {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
 

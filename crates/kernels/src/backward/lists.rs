@@ -1,12 +1,12 @@
 //! Walks by lists: with a mask function, each key block has a list of the query blocks that see it.
 //!
 //! In the Hopper kernel only threads of the producer warpgroup read the list. With each stage the
-//! producer publishes its query head and list entry in shared memory ([`PublishedSteps`]), so that consumers
-//! neither wait for loads of the list nor keep a position in it in registers.
+//! producer publishes its query head and list entry in shared memory ([`PublishedSteps`]), so that
+//! consumers neither wait for loads of the list nor keep a position in it in registers.
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, SharedAddress, U32, Value};
 
-use super::place::Walk;
+use super::tile_scheduler::Walk;
 use crate::attention::function::blocks::{self, BlockList, BlockLists, block_of, needs_function};
 
 /// The current position of a walk in its list.
@@ -97,7 +97,7 @@ impl PublishedSteps {
     }
 
     /// Publishes the producer's current step, before it fills a stage.
-    pub(super) fn tell(&self, k: &mut Builder, stage: impl Into<Value<U32>>, walk: &Walk) {
+    pub(super) fn write(&self, k: &mut Builder, stage: impl Into<Value<U32>>, walk: &Walk) {
         if let Some(entry) = walk.entry() {
             let to = self.address(k, stage);
             k.store_vector(to, &[walk.head, entry], Default::default());
@@ -105,7 +105,7 @@ impl PublishedSteps {
     }
 
     /// Sets a consumer's walk to the step of a stage, which must be full.
-    pub(super) fn hear(&self, k: &mut Builder, stage: u32, walk: &Walk) {
+    pub(super) fn read(&self, k: &mut Builder, stage: u32, walk: &Walk) {
         let from = self.address(k, stage);
         let [head, entry] = k.load_vector::<U32, _, 2>(from, Default::default());
         k.set(walk.head, head);

@@ -32,7 +32,7 @@ use ptx::{
     Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
-use super::place::{Path, Tile, TileScheduler, Walk};
+use super::tile_scheduler::{Path, Tile, TileScheduler, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -106,8 +106,8 @@ impl AlternatingWaves {
 
     /// Returns the direction of a tile's walk.
     pub(super) fn direction(&self, k: &mut Builder, number: Reg<U32>) -> Direction {
-        let (round, _) = self.tiles.divide(k, number);
-        Direction { down: k.eval((round & 1).equals(0)) }
+        let (wave, _) = self.tiles.divide(k, number);
+        Direction { down: k.eval((wave & 1).equals(0)) }
     }
 }
 
@@ -192,14 +192,14 @@ impl Turn {
     fn seen_before(
         &self,
         k: &mut Builder,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         walk: &Walk,
     ) -> Option<QueryBlocks> {
         if let Path::Listed { .. } = walk.path {
             return None;
         }
-        let before = self.before(k, place.key_block);
-        Some(place.query_blocks_of(k, before))
+        let before = self.before(k, scheduler.key_block);
+        Some(scheduler.query_blocks_of(k, before))
     }
 
     /// Passes the turn on after this block has added; called by one thread.
@@ -278,14 +278,14 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
-        let Some(turn) = place.turn(k) else { return };
-        let before = turn.seen_before(k, place, walk);
+        let Some(turn) = scheduler.turn(k) else { return };
+        let before = turn.seen_before(k, scheduler, walk);
         let granted = self.granted.producer(k);
-        place.every_step(k, tile, walk, |k| {
+        scheduler.every_step(k, tile, walk, |k| {
             let stage = granted.acquire(k);
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
@@ -300,13 +300,13 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
-        let Some(turn) = place.turn(k) else { return };
+        let Some(turn) = scheduler.turn(k) else { return };
         let granted = self.granted.consumer(k);
-        place.every_step(k, tile, walk, |k| {
+        scheduler.every_step(k, tile, walk, |k| {
             let stage = granted.wait(k);
             let added = self.added.at(k, stage);
             k.mbarrier_wait(added, granted.phase(), Scope::Block);
@@ -321,11 +321,11 @@ impl Turns {
 pub(crate) fn await_turn(
     k: &mut Builder,
     counters: Reg<GlobalAddress>,
-    place: &TileScheduler,
+    scheduler: &TileScheduler,
     walk: &Walk,
 ) {
-    let Some(turn) = place.turn(k) else { return };
-    let before = turn.seen_before(k, place, walk);
+    let Some(turn) = scheduler.turn(k) else { return };
+    let before = turn.seen_before(k, scheduler, walk);
     turn.wait(k, counters, walk, before.as_ref());
 }
 
@@ -333,10 +333,10 @@ pub(crate) fn await_turn(
 pub(crate) fn pass_turn(
     k: &mut Builder,
     counters: Reg<GlobalAddress>,
-    place: &TileScheduler,
+    scheduler: &TileScheduler,
     walk: &Walk,
 ) {
-    let Some(turn) = place.turn(k) else { return };
+    let Some(turn) = scheduler.turn(k) else { return };
     turn.pass_on(k, counters, walk);
 }
 

@@ -16,7 +16,7 @@ use crate::attention::rows::reference;
 pub(super) const PARTS_IN_FLIGHT: u32 = 16;
 
 /// Load hint for parts that other multiprocessors wrote: L2 only, not this multiprocessor's L1.
-pub(super) const FRESH: LoadHint =
+pub(super) const L2_ONLY: LoadHint =
     LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 /// Counts, at the counter with this index, that what this block has stored is complete; returns
@@ -111,7 +111,7 @@ impl<'a> Combine<'a> {
             let (top, share) = (k.variable(f32::NEG_INFINITY), k.variable(0.0));
             k.for_range(lane, self.teams, 32, |k, index| {
                 let address = self.address(k, index);
-                let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(address + place, FRESH);
+                let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(address + place, L2_ONLY);
                 k.store(self.factor_place(row, index), maximum);
                 let new = k.eval(top.maximum(maximum));
                 let reference = reference(k, new);
@@ -154,7 +154,7 @@ impl<'a> Combine<'a> {
                     // Beyond the last part, the last is loaded again, with a factor of zero.
                     let index = k.eval((first + ahead).minimum(last));
                     let address = self.address(k, index);
-                    let values = k.load_vector(address + place, FRESH);
+                    let values = k.load_vector(address + place, L2_ONLY);
                     (k.load(self.factor_place(item.row, first + ahead)), values)
                 })
                 .collect();

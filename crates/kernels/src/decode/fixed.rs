@@ -22,7 +22,7 @@
 
 use ptx::{Builder, Expression, F32, Reg, U32, U64, Value};
 
-use super::combine::{FRESH, PARTS_IN_FLIGHT, arrive};
+use super::combine::{L2_ONLY, PARTS_IN_FLIGHT, arrive};
 use super::merge::{Item, Merge, Sums};
 use super::schedule::Share;
 use super::walk::Walk;
@@ -321,8 +321,8 @@ impl<'a> Fixed<'a> {
                     // Beyond the last part, the last is loaded again and not used.
                     let index = k.eval((first + ahead).minimum(last));
                     let part = k.eval(base + index.convert::<U64>() * decode.part_bytes());
-                    let outputs = k.load_vector(part + place, FRESH);
-                    let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(part + row, FRESH);
+                    let outputs = k.load_vector(part + place, L2_ONLY);
+                    let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(part + row, L2_ONLY);
                     Sums { outputs, maximum, sum }
                 })
                 .collect();

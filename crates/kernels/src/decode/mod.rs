@@ -108,11 +108,12 @@ pub struct Decode {
 pub enum Splits {
     /// At the boundaries between the shares of teams, which depend on the whole batch.
     Balanced,
-    /// Every `rounds` tiles of each warp, counted from the sequence's first key: a query's result
-    /// has the same bits whatever else is in the batch, and however many queries come with it.
+    /// Every `tiles_per_warp` tiles of each warp, counted from the sequence's first key: a query's
+    /// result has the same bits whatever else is in the batch, and however many queries come with
+    /// it.
     Fixed {
         /// Tiles of each warp in a split.
-        rounds: u32,
+        tiles_per_warp: u32,
     },
 }
 
@@ -151,7 +152,7 @@ impl Decode {
         let cache = self.cache.suffix(self.element);
         let fixed = match self.splits {
             Splits::Balanced => String::new(),
-            Splits::Fixed { rounds } => format!("_fixed{rounds}"),
+            Splits::Fixed { tiles_per_warp } => format!("_fixed{tiles_per_warp}"),
         };
         format!(
             "decode_{element}{cache}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}{fixed}"
@@ -162,7 +163,7 @@ impl Decode {
     pub const fn unit_tiles(&self) -> u32 {
         match self.splits {
             Splits::Balanced => 1,
-            Splits::Fixed { rounds } => rounds * self.warps,
+            Splits::Fixed { tiles_per_warp } => tiles_per_warp * self.warps,
         }
     }
 
@@ -220,7 +221,7 @@ impl Decode {
 
     /// Returns the operand element of both products: of Q and K, and of P and V.
     const fn operand(&self) -> Element {
-        if self.cache.is_narrow() { Element::F16 } else { self.element }
+        if self.cache.is_8_bit() { Element::F16 } else { self.element }
     }
 
     /// Returns the bytes of the per-token scales of a tile.
@@ -269,7 +270,7 @@ impl Decode {
 
     /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        let narrow = self.cache.is_narrow();
+        let narrow = self.cache.is_8_bit();
         let chunk = 16 / self.cache.element.bytes();
         let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(chunk);
         // The driver reserves 1 KB of the multiprocessor's shared memory for each block.
@@ -298,7 +299,7 @@ impl Decode {
             ),
             (self.most_teams() == 0, "there is no room for the factors of parts"),
             (
-                self.splits == Splits::Fixed { rounds: 0 },
+                self.splits == Splits::Fixed { tiles_per_warp: 0 },
                 "a split of fixed size has at least a tile for each warp",
             ),
             (
@@ -364,7 +365,7 @@ impl Decode {
         let block = k.block_index();
         let thread = k.thread_index();
         let thread = k.eval(block * self.threads() + thread);
-        places.warm(k, schedule.sequences(), thread);
+        places.prefetch_block_table(k, schedule.sequences(), thread);
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
         let ring = copies.prepare(k, self, &places, &numbers, &scaling);
@@ -394,12 +395,12 @@ impl Decode {
                     merge.finish(k, &walk, &part);
                     return k.break_if(!more);
                 };
-                let sight = walk.sight(k, &cursor, slopes, &functions);
+                let score_rows = walk.score_rows(k, &cursor, slopes, &functions);
                 let tile = k.variable(ring.warp());
                 let split = k.variable(cursor.first_split());
                 k.loop_(|k| {
                     let end = cursor.end_tile(k, self, split);
-                    walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
+                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end), scores, &functions);
                     let share = cursor.share(k, &numbers);
                     let last = k.eval((split + 1).at_least(share.end));
                     k.if_(last, |k| {

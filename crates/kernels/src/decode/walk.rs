@@ -8,7 +8,7 @@ use super::copies::Ring;
 use super::mask::Mask;
 use super::products::{self, Output};
 use super::queries::{Queries, Row};
-use super::scales::{OutputExponent, Scaling};
+use super::scales::{OutputScale, Scaling};
 use super::schedule::Cursor;
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
@@ -27,8 +27,8 @@ pub(super) struct Walk<'a> {
     queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
-    /// The unit in which the output is held, with per-token value scales.
-    pub(super) unit: Option<OutputExponent>,
+    /// The scale of the output, with per-token value scales.
+    pub(super) output_scale: Option<OutputScale>,
 }
 
 /// What the scores of the thread's row among eight need: the visible keys, ALiBi and the place of
@@ -45,7 +45,7 @@ struct ScoreRow {
 
 impl ScoreRow {
     /// Returns the place of the row's scores in the tile from `first_key` on, for functions.
-    fn standing(
+    fn coordinates(
         &self,
         k: &mut Builder,
         numbers: &Numbers,
@@ -91,7 +91,7 @@ impl<'a> Walk<'a> {
             queries: Queries::NONE,
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
-            unit: OutputExponent::new(k, decode),
+            output_scale: OutputScale::new(k, decode),
         }
     }
 
@@ -128,13 +128,13 @@ impl<'a> Walk<'a> {
         (rule, slopes): (ScoreRule, Option<Slopes>),
         functions: &Functions,
     ) {
-        let sight = self.sight(k, cursor, slopes, functions);
+        let score_rows = self.score_rows(k, cursor, slopes, functions);
         let tile = k.variable(ring.warp());
-        self.tiles(k, ring, cursor, &sight, (tile, cursor.count), rule, functions);
+        self.tiles(k, ring, cursor, &score_rows, (tile, cursor.count), rule, functions);
     }
 
     /// Computes the visible keys and score inputs of the warp's rows of the cursor's sequence.
-    pub(super) fn sight(
+    pub(super) fn score_rows(
         &self,
         k: &mut Builder,
         cursor: &Cursor,
@@ -199,8 +199,8 @@ impl<'a> Walk<'a> {
                     alibi(k, scores, &[0], position - column, slope);
                 }
                 if let Some(function) = &functions.score {
-                    let standing = row.standing(k, numbers, cursor, first_key);
-                    function.apply(k, scores, &standing);
+                    let coordinates = row.coordinates(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &coordinates);
                     rule.scale(k, scores);
                 }
             }
@@ -215,13 +215,14 @@ impl<'a> Walk<'a> {
             });
             if let Some(function) = &functions.mask {
                 for (row, scores) in rows.iter().zip(&scores) {
-                    let standing = row.standing(k, numbers, cursor, first_key);
-                    function.apply(k, scores, &standing);
+                    let coordinates = row.coordinates(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &coordinates);
                 }
             }
             let scales = ring.scales.values(k, ring.stage);
-            let in_units = self.unit.as_ref().zip(scales).map(|(unit, it)| unit.take(k, &it));
-            let (scales, growth) = in_units.unzip();
+            let scaled =
+                self.output_scale.as_ref().zip(scales).map(|(scale, it)| scale.take(k, &it));
+            let (scales, growth) = scaled.unzip();
             let (probabilities, mut shrinks): (Vec<_>, Vec<_>) = scores
                 .iter()
                 .enumerate()

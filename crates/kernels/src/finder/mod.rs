@@ -132,7 +132,7 @@ impl BlockFinder {
             let [block, rest] = [k.eval(index % found.blocks), k.eval(index / found.blocks)];
             let [tile, rest] = [k.eval(rest % found.tiles), k.eval(rest / found.tiles)];
             let [head, sequence] = [k.eval(rest % own_heads), k.eval(rest / own_heads)];
-            let looked = BlockPair {
+            let block_pair = BlockPair {
                 finder: self,
                 function: &function,
                 lengths,
@@ -145,7 +145,7 @@ impl BlockFinder {
             let state = k.variable::<U32>(NONE);
             let by_name = k.eval(block.at_least(first) & block.less(end));
             k.if_(by_name, |k| {
-                let seen = looked.state(k, lane);
+                let seen = block_pair.state(k, lane);
                 k.set(state, seen);
             });
             let at = found.at(k, index);
@@ -205,7 +205,7 @@ impl BlockPair<'_> {
             let head = k.eval(self.first[1] + place % self.each[1]);
             k.for_range(first_query, end_query, ROWS.len() as u32, |k, query| {
                 let key = k.eval(first_key + lane);
-                let standing = ScoreCoordinates {
+                let coordinates = ScoreCoordinates {
                     batch,
                     head,
                     first_query: k.eval(query.reinterpret::<S32>()),
@@ -221,7 +221,7 @@ impl BlockPair<'_> {
                     columns.iter().map(of).collect::<Vec<_>>()
                 };
                 let pairs: Vec<Score> = (0..ROWS.len()).flat_map(pairs).collect();
-                self.function.each_seen(k, &pairs, &standing, |k, pair, is_seen| {
+                self.function.each_seen(k, &pairs, &coordinates, |k, pair, is_seen| {
                     let row = query + ROWS[pair.row];
                     let exists = row.less(end_query) & (key + pair.column).less(end_key);
                     let exists = k.eval(exists);

@@ -90,7 +90,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// `group` sees ([`Walks`](super::walk::Walks)).
     fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
 
-    /// Returns the range of all key blocks of the current tile, where warpgroups may pass over some
+    /// Returns the range of all key blocks of the current tile, where warpgroups may skip some
     /// of them. It is recomputed at each call, a few times per tile, because that costs less than
     /// the registers to keep it.
     fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
@@ -118,7 +118,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     fn needs_mask(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
 
     /// Returns where the tile's rows are in their sequence.
-    fn place(&self, k: &mut Builder, current: &Self::Current) -> TileCoordinates;
+    fn coordinates(&self, k: &mut Builder, current: &Self::Current) -> TileCoordinates;
 
     /// Returns the index of the tile's sequence in the batch.
     fn sequence(&self, k: &mut Builder, current: &Self::Current) -> Reg<U32>;
@@ -131,7 +131,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
         &self,
         k: &mut Builder,
         current: &Self::Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
     ) -> Value<U64>;
 
     /// Returns the coordinates of a row in the output's tensor map, without the column.
@@ -139,7 +139,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
         &self,
         k: &mut Builder,
         current: &Self::Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>>;
 

@@ -128,7 +128,7 @@ impl StaticScheduler {
             key_length,
             stream_k: forward.stream_k,
             lists_by_words: forward.stream_k && forward.value_head_dim <= 64,
-            order: if forward.takes_lists() {
+            order: if forward.takes_tile_lists() {
                 Order::Listed(Workspace::TileLists.address(k))
             } else {
                 let tiles = Number::Tiles.read(k);
@@ -452,7 +452,7 @@ impl ConsumerScheduler for StaticScheduler {
         }
     }
 
-    fn place(&self, _: &mut Builder, current: &Current) -> TileCoordinates {
+    fn coordinates(&self, _: &mut Builder, current: &Current) -> TileCoordinates {
         TileCoordinates {
             first_row: current.first_row,
             query_length: self.query_length,
@@ -473,9 +473,9 @@ impl ConsumerScheduler for StaticScheduler {
         &self,
         k: &mut Builder,
         current: &Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
     ) -> Value<U64> {
-        let head = k.eval(current.batch * self.heads.number + place.head);
+        let head = k.eval(current.batch * self.heads.number + coordinates.head);
         head.convert::<U64>() * self.query_length.convert::<U64>()
     }
 
@@ -483,10 +483,10 @@ impl ConsumerScheduler for StaticScheduler {
         &self,
         _: &mut Builder,
         current: &Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>> {
-        [row, place.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
+        [row, coordinates.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

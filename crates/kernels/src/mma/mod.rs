@@ -15,22 +15,22 @@
 //! products of another warp, of this thread block or of a second one on the same multiprocessor.
 //! Probabilities stay in registers.
 //!
-//! Each stage of the kernel has its file: `place` assigns rows and keys to thread blocks, `ragged`
-//! does so for variable-length batches, `copies` loads tiles, `products` has the matrix products,
-//! `rule` the score rules and masks, `softmax` the online softmax, `walk` the loop above,
+//! Each stage of the kernel has its file: `work_tile` assigns rows and keys to thread blocks,
+//! `ragged` does so for variable-length batches, `copies` loads tiles, `products` has the matrix
+//! products, `rule` the score rules and masks, `softmax` the online softmax, `walk` the loop above,
 //! `epilogue` stores, and `tuned` chooses the configuration for a problem. `backward` is the kernel
 //! for gradients.
 
 mod backward;
 mod copies;
 mod epilogue;
-mod place;
 mod products;
 mod ragged;
 mod rule;
 mod softmax;
 mod tuned;
 mod walk;
+mod work_tile;
 
 pub use backward::{BackwardMma, every_tuned_backward, tuned_backward};
 pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
@@ -41,10 +41,10 @@ use crate::attention::{Batch, Rules};
 use crate::product::Source;
 use crate::{Error, build};
 use copies::{Blocks, KeyBlocks};
-use place::{Equal, WorkTile};
 use ragged::Ragged;
 use rule::RuleParameters;
 use walk::Warp;
+use work_tile::{Equal, WorkTile};
 
 /// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -256,35 +256,35 @@ impl Mma {
             Batch::Equal => {
                 let batch = Equal::parameters(k, self.split);
                 let rules = RuleParameters::parameters(k, &self.rules);
-                let place = batch.place(k, self, &rules.visibility);
-                self.attend(k, &rules, &place);
+                let tile = batch.tile(k, self, &rules.visibility);
+                self.attend(k, &rules, &tile);
             }
             Batch::Ragged | Batch::Paged => {
                 let batch = Ragged::parameters(k, self.batch);
                 let rules = RuleParameters::parameters(k, &self.rules);
-                batch.with_tile(k, self, &rules.visibility, |k, place| {
-                    self.attend(k, &rules, &place);
+                batch.with_tile(k, self, &rules.visibility, |k, tile| {
+                    self.attend(k, &rules, &tile);
                 });
             }
         }
     }
 
     /// Emits all of the work on one tile.
-    fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &WorkTile) {
+    fn attend(&self, k: &mut Builder, rules: &RuleParameters, tile: &WorkTile) {
         let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
         let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());
         let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());
 
-        let key_blocks = KeyBlocks::new(k, self, place);
+        let key_blocks = KeyBlocks::new(k, self, tile);
         let queries =
-            Blocks::new(k, self.threads(), self.query_layout(), self.head_dim, place.queries);
+            Blocks::new(k, self.threads(), self.query_layout(), self.head_dim, tile.queries);
         queries.clear_padding(k, query_room.slots());
         key_blocks.clear_padding(k, &key_ring);
-        let rows = k.eval(place.query_length - place.first_row);
-        queries.copy(k, query_room.at(0), place.first_row, Some(rows));
+        let rows = k.eval(tile.query_length - tile.first_row);
+        queries.copy(k, query_room.at(0), tile.first_row, Some(rows));
 
-        let mut warp = Warp::new(k, self, rules, place, query_room, key_ring, value_ring);
-        warp.walk(k, place, &key_blocks);
-        epilogue::store(k, self, rules, place, &warp);
+        let mut warp = Warp::new(k, self, rules, tile, query_room, key_ring, value_ring);
+        warp.walk(k, tile, &key_blocks);
+        epilogue::store(k, self, rules, tile, &warp);
     }
 }

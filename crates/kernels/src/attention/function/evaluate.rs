@@ -145,7 +145,7 @@ impl Value {
         }
     }
 
-    fn truth(self) -> bool {
+    fn boolean(self) -> bool {
         match self {
             Value::Bool(value) => value,
             _ => unreachable!("types were checked"),
@@ -196,7 +196,7 @@ impl<'a> Row<'a> {
     /// Returns whether the query sees a key; of masks.
     pub fn sees(&mut self, key: usize) -> bool {
         debug_assert_eq!(self.function.kind(), Kind::Mask);
-        self.at(key, 0.0).truth()
+        self.at(key, 0.0).boolean()
     }
 
     /// Returns what a score becomes; of score functions.
@@ -235,9 +235,9 @@ impl<'a> Row<'a> {
                 (Float(a), Float(b)) => Float(float_binary(*operation, a, b)),
                 (Integer(a), Integer(b)) => Integer(integer_binary(*operation, a, b)),
                 (a, b) => Bool(match operation {
-                    Binary::And => a.truth() & b.truth(),
-                    Binary::Or => a.truth() | b.truth(),
-                    _ => a.truth() ^ b.truth(),
+                    Binary::And => a.boolean() & b.boolean(),
+                    Binary::Or => a.boolean() | b.boolean(),
+                    _ => a.boolean() ^ b.boolean(),
                 }),
             },
             Node::Compare(comparison, a, b) => Bool(match (of(*a), of(*b)) {
@@ -245,7 +245,7 @@ impl<'a> Row<'a> {
                 (a, b) => compare(*comparison, a.integer(), b.integer()),
             }),
             Node::Select(condition, a, b) => {
-                if of(*condition).truth() {
+                if of(*condition).boolean() {
                     of(*a)
                 } else {
                     of(*b)
@@ -266,7 +266,7 @@ fn unary(operation: Unary, a: Value) -> Value {
         (Unary::Negate, Value::Integer(a)) => Value::Integer(a.wrapping_neg()),
         (Unary::Absolute, Value::Integer(a)) => Value::Integer(a.wrapping_abs()),
         (Unary::Not, Value::Integer(a)) => Value::Integer(!a),
-        (Unary::Not, a) => Value::Bool(!a.truth()),
+        (Unary::Not, a) => Value::Bool(!a.boolean()),
         (Unary::Negate, _) => float(|a| -a),
         (Unary::Absolute, _) => float(f64::abs),
         (Unary::Tanh, _) => float(f64::tanh),

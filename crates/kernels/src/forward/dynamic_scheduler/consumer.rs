@@ -159,7 +159,7 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         }
     }
 
-    fn place(&self, k: &mut Builder, current: &Current) -> TileCoordinates {
+    fn coordinates(&self, k: &mut Builder, current: &Current) -> TileCoordinates {
         let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
         TileCoordinates { first_row, query_length, key_length, head }
     }
@@ -177,11 +177,11 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         &self,
         k: &mut Builder,
         current: &Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
     ) -> Value<U64> {
         let slot = self.slots.slot(k, current.slot);
         let start = k.load::<U32, _>(slot + 36);
-        place.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
+        coordinates.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
             + start.convert::<U64>()
     }
 
@@ -189,12 +189,12 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         &self,
         k: &mut Builder,
         current: &Current,
-        place: &TileCoordinates,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>> {
         let slot = self.slots.slot(k, current.slot);
         let end = k.load::<U32, _>(slot + 32);
-        slice_corner(k, row, place.query_length, end, place.head)[1..].to_vec()
+        slice_corner(k, row, coordinates.query_length, end, coordinates.head)[1..].to_vec()
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

@@ -8,8 +8,8 @@
 //! computes the tile's key blocks and positions and posts them in a slot in shared memory, from
 //! which the consumers read them. Which thread block takes a tile does not change its result.
 //!
-//! Every record stands for a tile of each query head. Heads are processed in rounds of a few heads,
-//! so that the keys and values of a round stay in L2. The last round has more heads, and so enough
+//! Every record stands for a tile of each query head. Heads are processed in groups of a few heads,
+//! so that the keys and values of a group stay in L2. The last group has more heads, and so enough
 //! short tiles to follow its long ones.
 //!
 //! Where all tiles run at once there is no list: each thread block has one tile, which it finds by
@@ -169,13 +169,13 @@ pub(super) enum Tiles {
     Single { sequences: RaggedBatch, tiles: Reg<U32> },
 }
 
-/// The list of tiles, and the rounds in which heads go through it.
+/// The list of tiles, and the groups in which heads go through it.
 #[derive(Clone, Copy)]
 pub(super) struct TileList {
     schedule: Reg<GlobalAddress>,
-    /// Heads per round, except in the last round, which has more.
+    /// Heads per group, except in the last group, which has more.
     together: Reg<U32>,
-    /// The first head of the last round.
+    /// The first head of the last group.
     last: Reg<U32>,
 }
 

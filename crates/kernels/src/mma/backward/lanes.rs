@@ -45,14 +45,14 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn new(k: &mut Builder, backward: &BackwardMma, stand: &WarpPartition) -> Self {
+    pub(super) fn new(k: &mut Builder, backward: &BackwardMma, partition: &WarpPartition) -> Self {
         let lane = k.lane();
         let rows_first = SteppedLanes::rows_first(k, lane);
         let columns_first = SteppedLanes::columns_first(k, lane);
         Lanes {
-            keys: rows_first.rows_down(k, stand.key_warp * backward.warp_keys()),
-            queries: columns_first.rows_down(k, stand.column_warp * backward.warp_queries()),
-            columns: rows_first.steps_on(k, stand.column_warp),
+            keys: rows_first.rows_down(k, partition.key_warp * backward.warp_keys()),
+            queries: columns_first.rows_down(k, partition.column_warp * backward.warp_queries()),
+            columns: rows_first.steps_on(k, partition.column_warp),
         }
     }
 }
@@ -61,8 +61,8 @@ impl Lanes {
 /// and its queries of `dS`, as columns. They are recomputed in each step, to save registers during
 /// the other products.
 pub(super) fn query_gradient_lanes(k: &mut Builder, backward: &BackwardMma) -> [SteppedLanes; 2] {
-    let (lane, stand) = (k.lane(), WarpPartition::new(k, backward));
-    let [columns, queries] = stand.query_gradient;
+    let (lane, partition) = (k.lane(), WarpPartition::new(k, backward));
+    let [columns, queries] = partition.query_gradient;
     let keys = SteppedLanes::columns_first(k, lane).steps_on(k, columns);
     [keys, SteppedLanes::rows_first(k, lane).steps_on(k, queries)]
 }

@@ -23,8 +23,9 @@
 //! synchronisation.
 //!
 //! The mapping of thread blocks to key blocks, for equal lengths and ragged batches, and the order
-//! of additions in the deterministic mode are shared with the Hopper kernel (`place` and `order` of
-//! its module). No warp is reserved for turns: thread 0 waits for them and passes them on.
+//! of additions in the deterministic mode are shared with the Hopper kernel (`tile_scheduler` and
+//! `order` of its module). No warp is reserved for turns: thread 0 waits for them and passes them
+//! on.
 //!
 //! Each stage of the kernel has its file: `tensors` holds addresses, `lanes` the `ldmatrix`
 //! addressing of each warp, `weights` turns scores into `P`, `step` is one query block, `walk` is
@@ -46,7 +47,7 @@ use ptx::{
 };
 
 use crate::attention::{Batch, Rules};
-use crate::backward::place::TileScheduler;
+use crate::backward::tile_scheduler::TileScheduler;
 use crate::backward::{BackwardPass, batch_name};
 use crate::{Error, build};
 use tensors::Tensors;
@@ -203,7 +204,7 @@ impl BackwardMma {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
-            housekeeping: false,
+            clear_and_round: false,
             batch: self.batch,
         }
     }
@@ -306,15 +307,15 @@ impl BackwardMma {
 
     fn write(&self, k: &mut Builder) {
         let tensors = Tensors::parameters(k, self);
-        let place = TileScheduler::parameters(k, &self.pass());
+        let scheduler = TileScheduler::parameters(k, &self.pass());
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
         if self.batch != Batch::Equal {
             let thread = k.thread_index();
-            k.if_(thread.equals(0), |k| place.post(k));
+            k.if_(thread.equals(0), |k| scheduler.post(k));
             k.block_sync();
         }
-        place.if_tile(k, |k| walk::walk(k, self, &tensors, &place, &rule, &shared));
+        scheduler.if_tile(k, |k| walk::walk(k, self, &tensors, &scheduler, &rule, &shared));
     }
 
     /// Reserves the shared memory.

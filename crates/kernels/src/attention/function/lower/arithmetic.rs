@@ -79,7 +79,7 @@ pub(super) fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed 
         }
         (Unary::Absolute, a) => Float(k.absolute(a.float()).into()),
         (Unary::Not, Integer(a)) => Integer(k.eval(!a).into()),
-        (Unary::Not, a) => Bool(k.eval(!a.truth()).into()),
+        (Unary::Not, a) => Bool(k.eval(!a.boolean()).into()),
         (Unary::Tanh, a) => {
             // tanh(a) = 1 - 2 / (e^(2a) + 1): the hardware's `tanh` is accurate to 11 bits only.
             let power = k.exp2(a.float() * (2.0 * LOG2_E));

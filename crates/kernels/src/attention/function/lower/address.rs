@@ -73,7 +73,7 @@ impl ElementAddress {
         }
     }
 
-    /// Evaluates the place into as few registers as possible.
+    /// Evaluates the address into as few registers as possible.
     pub(super) fn computed(self, k: &mut Builder) -> ElementAddress {
         let (address, offset) = match (self.address, self.offset) {
             (Some(address), Some(offset)) => (Some(k.eval(address + offset)), None),

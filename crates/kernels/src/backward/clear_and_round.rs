@@ -20,8 +20,8 @@ use ptx::{
 };
 
 use super::persistent::{Claims, Handover};
-use super::place::{Share, TileScheduler};
 use super::row_blocks::{RowBlocks, Vectors};
+use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
@@ -159,34 +159,34 @@ impl ClearAndRound {
     }
 
     /// Runs the clearing and rounding warps beside the single tile of a block.
-    pub(super) fn keep(&self, k: &mut Builder, place: &TileScheduler) {
+    pub(super) fn run(&self, k: &mut Builder, scheduler: &TileScheduler) {
         let clears = is_clearing(k);
         k.if_else(
             clears,
             |k| {
                 let staged = self.staged.producer(k);
-                let number = place.number(k);
-                self.clear_and_stage(k, place, number, &staged);
+                let number = scheduler.number(k);
+                self.clear_and_stage(k, scheduler, number, &staged);
                 let leads = leads(k);
                 k.if_(leads, |k| {
                     let added = self.added.at(k, 0);
                     k.mbarrier_wait(added, 0, Scope::Block);
-                    self.end(k, place, number);
+                    self.end(k, scheduler, number);
                 });
             },
             |k| {
                 let staged = self.staged.consumer(k);
-                let number = place.number(k);
-                self.round(k, place, number, &staged);
+                let number = scheduler.number(k);
+                self.round(k, scheduler, number, &staged);
             },
         );
     }
 
     /// Runs the clearing and rounding warps beside one tile after another, in persistent kernels.
-    pub(super) fn keep_all(
+    pub(super) fn run_persistent(
         &self,
         k: &mut Builder,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         handover: &Handover,
         claims: &Claims,
     ) {
@@ -200,18 +200,18 @@ impl ClearAndRound {
                 let posted = |k: &mut Builder, number: Reg<U32>| {
                     // A new number means that all consumers have released the tile before.
                     let leads = leads(k);
-                    k.if_(leads & number.differs(before), |k| self.end(k, place, before));
+                    k.if_(leads & number.differs(before), |k| self.end(k, scheduler, before));
                     k.set(before, number);
                 };
                 every_tile(k, handover, claims, posted, |k, number| {
-                    self.clear_and_stage(k, place, number, &staged);
+                    self.clear_and_stage(k, scheduler, number, &staged);
                 });
             },
             |k| {
                 let staged = self.staged.consumer(k);
                 let posted = |_: &mut Builder, _| {};
                 every_tile(k, handover, claims, posted, |k, number| {
-                    self.round(k, place, number, &staged);
+                    self.round(k, scheduler, number, &staged);
                 });
             },
         );
@@ -222,31 +222,31 @@ impl ClearAndRound {
     fn clear_and_stage(
         &self,
         k: &mut Builder,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         number: Reg<U32>,
         staged: &Producer,
     ) {
         let leads = leads(k);
         k.if_(leads, |k| {
-            let (tile, _) = place.tile_and_part(k, number);
+            let (tile, _) = scheduler.tile_and_part(k, number);
             k.if_(tile.at_least(self.cleared), |k| {
-                let share = place.share(k, tile);
-                self.wait(k, share.head, Progress::Cleared, place.key_blocks_of_head());
+                let share = scheduler.share(k, tile);
+                self.wait(k, share.head, Progress::Cleared, scheduler.key_blocks_of_head());
             });
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
-        self.if_later(k, place, number, |k, share| self.clear(k, share));
+        self.if_later(k, scheduler, number, |k, share| self.clear(k, share));
         k.warp_sync();
         let leads = k.lane().equals(0);
         k.if_(leads, |k| {
-            self.if_earlier(k, place, number, |k, share| {
-                self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
+            self.if_earlier(k, scheduler, number, |k, share| {
+                self.wait(k, share.head, Progress::Added, scheduler.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
             // Counted this late, when the zeros have long been written, so that the release does
             // not wait for them.
-            self.if_later(k, place, number, |k, share| {
+            self.if_later(k, scheduler, number, |k, share| {
                 self.count(k, share.head, Progress::Cleared);
             });
         });
@@ -256,14 +256,14 @@ impl ClearAndRound {
     fn if_later(
         &self,
         k: &mut Builder,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
-        let (tile, part) = place.tile_and_part(k, number);
+        let (tile, part) = scheduler.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
         k.if_(part.equals(0) & later.less(self.tiles), |k| {
-            let share = place.share(k, later);
+            let share = scheduler.share(k, later);
             body(k, &share);
         });
     }
@@ -273,25 +273,25 @@ impl ClearAndRound {
     fn if_earlier(
         &self,
         k: &mut Builder,
-        place: &TileScheduler,
+        scheduler: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
-        let (tile, part) = place.tile_and_part(k, number);
+        let (tile, part) = scheduler.tile_and_part(k, number);
         let behind = k.eval(self.tiles - self.rounded);
         k.if_(part.equals(0) & tile.at_least(behind), |k| {
             let earlier = k.eval(tile - behind);
-            let share = place.share(k, earlier);
+            let share = scheduler.share(k, earlier);
             body(k, &share);
         });
     }
 
     /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
     /// thread.
-    fn end(&self, k: &mut Builder, place: &TileScheduler, number: Reg<U32>) {
-        let (tile, _) = place.tile_and_part(k, number);
+    fn end(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>) {
+        let (tile, _) = scheduler.tile_and_part(k, number);
         k.if_(tile.less(self.rounded), |k| {
-            let share = place.share(k, tile);
+            let share = scheduler.share(k, tile);
             self.count(k, share.head, Progress::Added);
         });
     }
@@ -370,8 +370,14 @@ impl ClearAndRound {
     }
 
     /// Runs a rounding warp beside a tile.
-    fn round(&self, k: &mut Builder, place: &TileScheduler, number: Reg<U32>, staged: &Consumer) {
-        self.if_earlier(k, place, number, |k, share| {
+    fn round(
+        &self,
+        k: &mut Builder,
+        scheduler: &TileScheduler,
+        number: Reg<U32>,
+        staged: &Consumer,
+    ) {
+        self.if_earlier(k, scheduler, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
                 self.round_chunk(k, chunk, stage);

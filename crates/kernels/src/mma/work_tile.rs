@@ -36,7 +36,7 @@ pub(super) struct WorkTile {
     pub(super) results: Results,
     /// With split-KV: which split of the keys this is.
     pub(super) split: Option<Reg<U32>>,
-    pub(super) walked: KeyBlockRange,
+    pub(super) key_blocks: KeyBlockRange,
 }
 
 /// Where results go. Addresses are computed in the epilogue, since otherwise they would occupy
@@ -200,15 +200,15 @@ impl KeyBlockRange {
 impl WorkTile {
     /// Returns the number of key blocks of the walk.
     pub(super) fn blocks(&self) -> Reg<U32> {
-        self.walked.count
+        self.key_blocks.count
     }
 
     /// Returns the list entry of the block that is walked when `remaining` are left, if the tile
     /// has a list.
     pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
         // With none left this is the entry before the first, or the list's first: in bounds.
-        let list = self.walked.list?;
-        Some(blocks::entry(k, list, (self.walked.first + remaining).maximum(1) - 1))
+        let list = self.key_blocks.list?;
+        Some(blocks::entry(k, list, (self.key_blocks.first + remaining).maximum(1) - 1))
     }
 
     /// Returns the first key of the block that is walked when `remaining` are left, itself
@@ -221,7 +221,7 @@ impl WorkTile {
     ) -> Value<U32> {
         let remaining = remaining.into();
         match self.entry(k, remaining.clone()) {
-            None => (self.walked.first + remaining - 1) * mma.key_block,
+            None => (self.key_blocks.first + remaining - 1) * mma.key_block,
             Some(entry) => blocks::block_of(entry) * mma.key_block,
         }
     }
@@ -234,19 +234,19 @@ impl WorkTile {
         visibility: &Visibility,
         first_row: Reg<U32>,
     ) -> WarpBlocks {
-        let WorkTile { query_length, key_length, walked, .. } = *self;
+        let WorkTile { query_length, key_length, key_blocks, .. } = *self;
         let rows = RowTile { first_row, rows: mma.warp_rows(), query_length, key_length };
         let (end, masks, first) = find_blocks(k, mma, visibility, &rows);
-        if walked.list.is_some() {
+        if key_blocks.list.is_some() {
             return WarpBlocks {
-                seen: walked.count,
+                seen: key_blocks.count,
                 unseen: None,
                 unmasked: k.eval(masks.from),
                 masked: masks.before.map(|before| k.eval(before)),
             };
         }
         let within = |k: &mut Builder, count: Value<U32>| {
-            k.eval((count.maximum(walked.first) - walked.first).minimum(walked.count))
+            k.eval((count.maximum(key_blocks.first) - key_blocks.first).minimum(key_blocks.count))
         };
         WarpBlocks {
             seen: within(k, end.into()),
@@ -304,7 +304,7 @@ impl Equal {
     }
 
     /// Returns the tile of this thread block.
-    pub(super) fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> WorkTile {
+    pub(super) fn tile(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> WorkTile {
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
         let group = DivisorRegisters::parameters(k, Number::GroupSize);
         let block = k.block_index();
@@ -342,7 +342,7 @@ impl Equal {
                 KeyBlockRange::listed(k, list)
             }
         };
-        let walked = match split {
+        let key_blocks = match split {
             None => all,
             Some((index, _, length)) => all.part(k, index, length),
         };
@@ -377,7 +377,7 @@ impl Equal {
             pages: None,
             results,
             split: split.map(|(index, ..)| index),
-            walked,
+            key_blocks,
         }
     }
 }
