@@ -11,7 +11,8 @@
 mod narrow;
 
 use ptx::{
-    Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, S32, Target, U32, U64,
+    Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32,
+    U64,
 };
 
 use crate::Error;
@@ -303,6 +304,15 @@ fn copy(
     });
 }
 
+/// Rotates a pair of columns.
+fn rotate_pair(
+    k: &mut Builder,
+    [x, y]: [Reg<F32>; 2],
+    [cosine, sine]: [Reg<F32>; 2],
+) -> [Reg<F32>; 2] {
+    [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
+}
+
 /// The rotary embedding's tables, as launch parameters.
 struct RotaryRegisters {
     rotary: Rotary,
@@ -358,7 +368,7 @@ impl RotaryRegisters {
             let offset = |column: Reg<U32>| (column * bytes).convert::<U64>();
             let x = load_as_f32(k, element, from + offset(first));
             let y = load_as_f32(k, element, from + offset(second));
-            let rotated = [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)];
+            let rotated = rotate_pair(k, [x, y], [cosine, sine]);
             for (column, value) in [first, second].into_iter().zip(rotated) {
                 store_from_f32(k, element, to + offset(column), value);
             }

@@ -5,7 +5,7 @@ use ptx::{
     U32, U64,
 };
 
-use super::{Append, RotaryRegisters};
+use super::{Append, RotaryRegisters, rotate_pair};
 use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
 
 /// How a row of keys or values is scaled and rotated.
@@ -112,7 +112,7 @@ impl Rounded<'_> {
                     let cosine = super::load_as_f32(k, element, cosines + angle);
                     let sine = super::load_as_f32(k, element, sines + angle);
                     let pair = load(k, from, word);
-                    let rotated = rotate(k, pair, [cosine, sine]);
+                    let rotated = rotate_pair(k, pair, [cosine, sine]);
                     body(k, word, rotated);
                 });
             } else {
@@ -120,7 +120,8 @@ impl Rounded<'_> {
                     let other = k.eval(word + half / 2);
                     let [x, y] = [word, other].map(|word| load(k, from, word));
                     let [cosine, sine] = [cosines, sines].map(|table| load(k, table, word));
-                    let pairs = [0, 1].map(|it| rotate(k, [x[it], y[it]], [cosine[it], sine[it]]));
+                    let pairs =
+                        [0, 1].map(|it| rotate_pair(k, [x[it], y[it]], [cosine[it], sine[it]]));
                     body(k, word, pairs.map(|[x, _]| x));
                     body(k, other, pairs.map(|[_, y]| y));
                 });
@@ -131,11 +132,6 @@ impl Rounded<'_> {
             body(k, word, pair);
         });
     }
-}
-
-/// Rotates a pair of columns.
-fn rotate(k: &mut Builder, [x, y]: [Reg<F32>; 2], [cosine, sine]: [Reg<F32>; 2]) -> [Reg<F32>; 2] {
-    [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
 }
 
 fn store_pair<T: Pair>(k: &mut Builder, at: Reg<GlobalAddress>, [low, high]: [Reg<F32>; 2]) {

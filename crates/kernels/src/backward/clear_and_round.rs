@@ -15,14 +15,15 @@
 
 use ptx::{
     AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
-    Fence, GlobalAddress, Instruction, LoadHint, LoadOrder, Operand, Pipeline, Pred, Producer, Reg,
-    Scope, SharedAddress, StoreHint, U32, U64, Value,
+    Fence, GlobalAddress, Pipeline, Pred, Producer, Reg, Scope, SharedAddress, StoreHint, U32, U64,
+    Value,
 };
 
 use super::persistent::{Claims, Handover};
 use super::row_blocks::{RowBlocks, Vectors};
 use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
+use crate::exchange::poll;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
 /// Warps that clear and round: those of the producer warpgroup except the producer itself.
@@ -309,13 +310,7 @@ impl ClearAndRound {
     /// Polls a counter until it has reached `all`; called by one thread.
     fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
         let counter = self.counter(k, head, progress);
-        k.loop_(|k| {
-            let order = LoadOrder::Acquire(Scope::Gpu);
-            let hint = LoadHint { order, ..LoadHint::default() };
-            let [counted] = k.load_vector::<U32, _, 1>(counter, hint);
-            k.break_if(counted.equals(all));
-            k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-        });
+        poll(k, counter, SLEEP, |counted| counted.equals(all));
     }
 
     /// Writes zeros to a share.

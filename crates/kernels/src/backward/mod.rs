@@ -220,7 +220,7 @@ impl Backward {
     pub fn name(&self) -> String {
         let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
-        let batch = batch_name(self.batch);
+        let batch = self.batch.suffix();
         let persistent = if self.persistent { "_persistent" } else { "" };
         let split = if self.split { "_split" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
@@ -568,15 +568,6 @@ impl Backward {
             partials: self.split.then(|| Partials::parameters(k, self)),
             clear_and_round: clear_and_round.then(|| ClearAndRound::parameters(k, self, warps)),
         }
-    }
-}
-
-/// Returns the suffix of a kernel's name for this kind of batch.
-pub(crate) fn batch_name(batch: Batch) -> &'static str {
-    match batch {
-        Batch::Equal => "",
-        Batch::Ragged => "_ragged",
-        Batch::Paged => "_paged",
     }
 }
 

@@ -28,13 +28,14 @@
 //! for memory themselves.
 
 use ptx::{
-    Barriers, Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder,
-    Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
+    Barriers, Builder, Choose, Expression, GlobalAddress, Pipeline, Pred, Reg, Scope,
+    SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
 use super::tile_scheduler::{Path, Tile, TileScheduler, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
+use crate::exchange::poll;
 use crate::parameter::Number;
 
 /// Nanoseconds between two polls of a counter: far less than a poll takes.
@@ -169,13 +170,7 @@ impl Turn {
         };
         k.if_(waits, |k| {
             let counter = counter(k, counters, walk);
-            k.loop_(|k| {
-                let order = LoadOrder::Acquire(Scope::Gpu);
-                let hint = LoadHint { order, ..LoadHint::default() };
-                let [passed] = k.load_vector::<U32, _, 1>(counter, hint);
-                k.break_if(passed.equals(position));
-                k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-            });
+            poll(k, counter, SLEEP, |passed| passed.equals(position));
         });
     }
 

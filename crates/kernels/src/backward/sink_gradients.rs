@@ -8,7 +8,7 @@ use ptx::{
     Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
 };
 
-use super::{Backward, batch_name};
+use super::Backward;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
@@ -47,7 +47,7 @@ impl SinkGradients {
     pub fn name(&self) -> String {
         let SinkGradients { target, mask, query_block, batch } = self;
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
-        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch_name(*batch))
+        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch.suffix())
     }
 
     /// Returns some configuration of a main kernel that this kernel may follow, if there is one.

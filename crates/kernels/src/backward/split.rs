@@ -14,7 +14,8 @@ use ptx::{
 use super::epilogue::Owner;
 use super::{Backward, WARPGROUPS, barrier};
 use crate::divisor::DivisorRegisters;
-use crate::forward::{L2_ONLY, PARTIAL_STEP};
+use crate::exchange::L2_ONLY;
+use crate::forward::PARTIAL_STEP;
 use crate::parameter::{Number, Workspace};
 
 /// Byte offset of the counters of parts, after the counter of claims of persistent kernels.

@@ -4,20 +4,17 @@
 //! last. The arrival counter is reset to zero, as it was found.
 
 use ptx::{
-    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, LoadCache, LoadHint, Pred, Reg,
-    Scope, SharedAddress, U32, U64, Value,
+    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, Scope, SharedAddress,
+    U32, U64, Value,
 };
 
 use super::merge::{Item, Merge, Sums};
 use super::schedule::Part;
 use crate::attention::rows::reference;
+use crate::exchange::L2_ONLY;
 
 /// Parts whose loads are in flight at the same time.
 pub(super) const PARTS_IN_FLIGHT: u32 = 16;
-
-/// Load hint for parts that other multiprocessors wrote: L2 only, not this multiprocessor's L1.
-pub(super) const L2_ONLY: LoadHint =
-    LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 /// Counts, at the counter with this index, that what this block has stored is complete; returns
 /// whether the block was the last of `all`.

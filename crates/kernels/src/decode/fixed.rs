@@ -22,11 +22,12 @@
 
 use ptx::{Builder, Expression, F32, Reg, U32, U64, Value};
 
-use super::combine::{L2_ONLY, PARTS_IN_FLIGHT, arrive};
+use super::combine::{PARTS_IN_FLIGHT, arrive};
 use super::merge::{Item, Merge, Sums};
 use super::schedule::Share;
 use super::walk::Walk;
 use crate::attention::rows::reference;
+use crate::exchange::L2_ONLY;
 use crate::parameter::Number;
 
 /// Splits per group: as many as are loaded at a time.

@@ -70,8 +70,8 @@ use crate::product::Source;
 use crate::{Error, build};
 use consumer::Consumers;
 use epilogue::Epilogue;
+pub(crate) use partials::PARTIAL_STEP;
 use partials::Partials;
-pub(crate) use partials::{L2_ONLY, PARTIAL_STEP};
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 

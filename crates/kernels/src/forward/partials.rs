@@ -13,14 +13,15 @@
 //! flags to zero.
 
 use ptx::{
-    Accumulator, Builder, Expression, F32, GlobalAddress, Instruction, LoadCache, LoadHint,
-    LoadOrder, Operand, Reg, Scope, StoreHint, StoreOrder, U32, U64,
+    Accumulator, Builder, Expression, F32, GlobalAddress, Reg, Scope, StoreHint, StoreOrder, U32,
+    U64,
 };
 
 use super::Forward;
 use super::epilogue::Output;
 use super::softmax::Softmax;
 use super::stream_k::PartWord;
+use crate::exchange::{L2_ONLY, poll};
 use crate::parameter::Workspace;
 
 /// Nanoseconds between two polls of a flag: far less than a poll takes.
@@ -28,11 +29,6 @@ const SLEEP: u32 = 20;
 
 /// Bytes that the threads of a warpgroup write in one step: four `f32` each.
 pub(crate) const PARTIAL_STEP: u32 = 128 * 16;
-
-/// The hint of loads of partial results. Other multiprocessors have written these, so the loads
-/// must bypass this one's L1 cache.
-pub(crate) const L2_ONLY: LoadHint =
-    LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 /// The workspace of partial tiles.
 pub(super) struct Partials {
@@ -114,13 +110,7 @@ impl Partials {
     fn wait(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) {
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
-            k.loop_(|k| {
-                let order = LoadOrder::Acquire(Scope::Gpu);
-                let hint = LoadHint { order, ..LoadHint::default() };
-                let [there] = k.load_vector::<U32, _, 1>(flag, hint);
-                k.break_if(there.differs(0));
-                k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-            });
+            poll(k, flag, SLEEP, |there| there.differs(0));
             let none = k.eval::<U32>(0);
             let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };
             k.store_vector(flag, &[none], hint);

@@ -12,11 +12,10 @@ use std::ops::Range;
 
 use ptx::{Expression, Pred, Reg, U32, Value};
 
-use super::{Forward, TileLists};
+use super::{Forward, TileLists, lists};
 
-/// The cost of a tile beyond its key blocks, in units of key blocks: the first scores, which
-/// nothing overlaps, and the epilogue.
-const OVERHEAD: u32 = 2;
+/// The cost of a tile beyond its key blocks, in units of key blocks.
+const OVERHEAD: u32 = (lists::OVERHEAD / lists::BLOCK) as u32;
 
 /// The smallest saving, in key blocks, that counts: anything less is within the error of these cost
 /// estimates.

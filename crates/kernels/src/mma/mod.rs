@@ -93,10 +93,7 @@ impl Mma {
         };
         let half = if self.accumulate == Element::F16 { "_half" } else { "" };
         let split = if self.split { "_split" } else { "" };
-        let batch = match self.batch {
-            Batch::Equal => String::new(),
-            batch => format!("_{}", batch.name()),
-        };
+        let batch = self.batch.suffix();
         format!(
             "mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}{batch}"
         )
@@ -105,12 +102,6 @@ impl Mma {
     /// Returns the number of query rows of a thread block.
     pub fn query_rows(&self) -> u32 {
         self.warps * self.warp_rows()
-    }
-
-    /// Returns the number of thread blocks for a ragged batch whose schedule has room for this many
-    /// [records](crate::Sequencer::records).
-    pub fn ragged_blocks(records: u64, query_heads: u64) -> u64 {
-        records * query_heads
     }
 
     /// Returns whether tiles take their key blocks from lists: where the mask is a function and all
@@ -237,8 +228,8 @@ impl Mma {
     /// `PartialLse`, (split, batch, head, query), both contiguous; the strides of `Output` are
     /// unused.
     ///
-    /// For a ragged batch the grid has [`ragged_blocks`](Mma::ragged_blocks) thread blocks, and
-    /// there are
+    /// For a ragged batch the grid has one thread block for each query head and
+    /// [record](crate::Sequencer::records) that the schedule has room for, and there are
     ///
     /// | parameters | |
     /// | --- | --- |

@@ -47,8 +47,8 @@ use ptx::{
 };
 
 use crate::attention::{Batch, Rules};
+use crate::backward::BackwardPass;
 use crate::backward::tile_scheduler::TileScheduler;
-use crate::backward::{BackwardPass, batch_name};
 use crate::{Error, build};
 use tensors::Tensors;
 use weights::WeightRule;
@@ -108,7 +108,7 @@ impl BackwardMma {
         let BackwardMma { key_tiles, key_warps, column_warps, part, ahead, residents, .. } = self;
         let (rules, keys) = (self.rules.name(), self.key_block());
         let mode = if self.deterministic { "_deterministic" } else { "" };
-        let batch = batch_name(self.batch);
+        let batch = self.batch.suffix();
         format!(
             "backward_mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{keys}\
              _w{key_tiles}x{key_warps}x{column_warps}p{part}a{ahead}r{residents}{mode}{batch}"
