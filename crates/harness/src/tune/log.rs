@@ -78,29 +78,35 @@ impl Log {
     }
 
     /// A log in a file; what is there already is read. A last line that was cut off in the middle
-    /// is no error.
+    /// is removed.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let what = path.display().to_string();
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        let bytes = match std::fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::io(format!("cannot read {what}"))(error)),
         };
         let mut records = Vec::new();
-        let count = text.lines().count();
-        for (number, line) in text.lines().enumerate() {
-            match serde_json::from_str(line) {
+        // Bytes of the lines read so far.
+        let mut end = 0;
+        for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
+            match serde_json::from_slice(line) {
                 Ok(record) => records.push(record),
-                Err(_) if number + 1 == count => {}
+                Err(error) if error.is_eof() && end + line.len() == bytes.len() => break,
                 Err(error) => {
-                    let what = format!("{what}, line {}", number + 1);
+                    let what = format!("{what}, line {}", index + 1);
                     return Err(Error::Malformed { what, reason: error.to_string() });
                 }
             }
+            end += line.len();
         }
         let open = OpenOptions::new().create(true).append(true).open(path);
         let mut file = open.map_err(Error::io(format!("cannot write {what}")))?;
-        if !text.is_empty() && !text.ends_with('\n') {
+        if end < bytes.len() {
+            let writable = OpenOptions::new().write(true).open(path);
+            let cut = writable.and_then(|file| file.set_len(end as u64));
+            cut.map_err(Error::io(format!("cannot write {what}")))?;
+        } else if !bytes.is_empty() && !bytes.ends_with(b"\n") {
             file.write_all(b"\n").map_err(Error::io(format!("cannot write {what}")))?;
         }
         Ok(Log { records, file: Some(file) })
@@ -153,7 +159,29 @@ mod tests {
         let mut log = Log::open(&path).unwrap();
         assert_eq!(log.records(), [record(0), record(1)]);
         log.push(record(2)).unwrap();
-        let message = Log::open(&path).unwrap_err().to_string();
-        assert!(message.contains("line 3"), "{message}");
+        drop(log);
+        let log = Log::open(&path).unwrap();
+        assert_eq!(log.records(), [record(0), record(1), record(2)]);
+        // Only the end of the line was not written.
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.trim_end()).unwrap();
+        let mut log = Log::open(&path).unwrap();
+        log.push(record(3)).unwrap();
+        assert_eq!(Log::open(&path).unwrap().records().len(), 4);
+    }
+
+    /// What is no log stays as it is.
+    #[test]
+    fn another_file_is_refused_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("results.json");
+        for (text, line) in
+            [("{}", "line 1"), ("{\"problem\"\n{}\n", "line 1"), ("words", "line 1")]
+        {
+            std::fs::write(&path, text).unwrap();
+            let message = Log::open(&path).unwrap_err().to_string();
+            assert!(message.contains(line), "{message}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
     }
 }
