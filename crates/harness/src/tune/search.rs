@@ -149,18 +149,17 @@ pub fn search(
     let mut generation = 0;
     while quiet < plan.patience && begun.elapsed() < plan.budget {
         let before = search.best().map(|it| it.milliseconds);
-        let candidates = match (generation, search.population.is_empty()) {
-            (0, true) => search.beginning(),
-            _ => search.children(),
-        };
+        let candidates = search.candidates(generation);
         if candidates.is_empty() {
             break;
         }
         search.generation(generation, candidates)?;
         generation += 1;
+        quiet += 1;
         let Some(best) = search.best() else { continue };
-        let improved = before.is_none_or(|before| best.milliseconds < 0.998 * before);
-        quiet = if improved { 0 } else { quiet + 1 };
+        if before.is_none_or(|before| best.milliseconds < 0.998 * before) {
+            quiet = 0;
+        }
         told(&format!(
             "{problem}: generation {generation}, {} measured, best {:.4} ms ({})",
             search.measured,
@@ -291,6 +290,18 @@ impl Search<'_> {
         self.population.truncate(POPULATION);
     }
 
+    /// The configurations of a generation, none of which was tried before.
+    fn candidates(&mut self, generation: usize) -> Vec<Genome> {
+        if generation == 0 && self.population.is_empty() {
+            let mut genomes = self.beginning();
+            genomes.retain(|it| !self.seen.contains(it));
+            if !genomes.is_empty() {
+                return genomes;
+            }
+        }
+        self.children()
+    }
+
     fn beginning(&mut self) -> Vec<Genome> {
         match self.plan.start {
             Start::Poor => vec![Genome::POOR],
@@ -311,7 +322,8 @@ impl Search<'_> {
         }
     }
 
-    /// Makes new configurations: children and neighbours of the population, and random ones.
+    /// Makes new configurations: children and neighbours of the population, and random ones; only
+    /// random ones while no configuration could be measured.
     fn children(&mut self) -> Vec<Genome> {
         let all = Genome::all();
         let mut genomes: Vec<Genome> = Vec::new();
@@ -321,12 +333,12 @@ impl Search<'_> {
             if genomes.len() == wanted {
                 break;
             }
-            let parent = self.parent();
-            let child = match self.random.below(4) {
-                0 => all[self.random.below(all.len())],
-                1 => parent.cross(self.parent(), &mut self.random).mutate(&mut self.random),
-                2 => parent.cross(self.parent(), &mut self.random),
-                _ => parent.mutate(&mut self.random),
+            let parents = self.parent().zip(self.parent());
+            let child = match (self.random.below(4), parents) {
+                (0, _) | (_, None) => all[self.random.below(all.len())],
+                (1, Some((one, two))) => one.cross(two, &mut self.random).mutate(&mut self.random),
+                (2, Some((one, two))) => one.cross(two, &mut self.random),
+                (_, Some((one, _))) => one.mutate(&mut self.random),
             };
             if !self.seen.contains(&child) && !genomes.contains(&child) {
                 genomes.push(child);
@@ -335,11 +347,11 @@ impl Search<'_> {
         genomes
     }
 
-    /// The better of two, drawn at random.
-    fn parent(&mut self) -> Genome {
+    /// The better of two members, drawn at random; None if there is no member.
+    fn parent(&mut self) -> Option<Genome> {
         let count = self.population.len();
         let [one, two] = [self.random.below(count), self.random.below(count)];
-        self.population[one.min(two)].genome
+        self.population.get(one.min(two)).map(|it| it.genome)
     }
 
     fn record(&mut self, genome: Genome, generation: usize, fate: Fate) -> Result<(), Error> {
@@ -452,6 +464,8 @@ mod tests {
     struct Known {
         random: Random,
         measured: usize,
+        /// Registers spill with larger key blocks.
+        largest_block: u32,
     }
 
     fn forward(kernel: &Configuration) -> Forward {
@@ -480,7 +494,7 @@ mod tests {
         }
 
         fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>> {
-            let of = |kernel: &Configuration| match forward(kernel).key_block > 160 {
+            let of = |kernel: &Configuration| match forward(kernel).key_block > self.largest_block {
                 true => Err("registers spill".to_owned()),
                 false => {
                     let program = kernel.program().map_err(|error| error.to_string())?;
@@ -517,7 +531,7 @@ mod tests {
     }
 
     fn run(start: Start, log: &mut Log) -> (Found, usize) {
-        let mut meter = Known { random: Random::new(3), measured: 0 };
+        let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 160 };
         let plan = Plan { start, budget: Duration::from_secs(60), ..Plan::default() };
         let found = search("p", base(), &plan, &mut meter, log, &mut |_| {}).unwrap();
         (found, meter.measured)
@@ -535,6 +549,36 @@ mod tests {
             let time = true_time(&forward(&found.best));
             assert!(time <= 1.02 * best, "{start:?}: {time} against {best} with {:?}", found.best);
             assert!(found.better && measured < 700, "{found:?} after {measured}");
+        }
+    }
+
+    /// Blocks of 16 keys are too small for 8-bit elements, so the poor start itself cannot be built.
+    #[test]
+    fn a_start_that_cannot_be_built_is_no_end() {
+        let base = super::super::space::chosen("b=2,h=16,s=8192,d=128,e4m3");
+        assert!(super::possible(&Genome::POOR.configuration(&base)).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let options = Plan { start: Start::Poor, patience: 2, ..Plan::default() };
+        for _ in 0..2 {
+            let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 256 };
+            let mut log = Log::open(&path).unwrap();
+            let found = search("p", base, &options, &mut meter, &mut log, &mut |_| {}).unwrap();
+            assert!(found.measured > 0, "{found:?}");
+            let poor = log.records().iter().filter(|it| it.genome == Genome::POOR);
+            assert_eq!(poor.count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_compiler_that_discards_everything_ends_the_search_with_its_reason() {
+        for start in [Start::Poor, Start::Rules] {
+            let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 0 };
+            let (options, mut log) = (Plan { start, ..Plan::default() }, Log::new());
+            let found = search("p", base(), &options, &mut meter, &mut log, &mut |_| {});
+            let message = found.unwrap_err().to_string();
+            assert!(message.contains("registers spill"), "{message}");
+            assert_eq!(meter.measured, 0);
         }
     }
 
