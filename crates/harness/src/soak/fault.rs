@@ -238,12 +238,12 @@ impl Ground<'_> {
     fn out_of_memory(&self, random: &mut Random) -> Result<String, String> {
         let numbers = numbers(random);
         let own = OnDevice::open(cuda::Cache::disabled()).map_err(|error| error.to_string())?;
-        self.shortage.begin();
+        let period = self.shortage.begin();
         let taken = take_memory(&own);
         let bytes: u64 = taken.iter().map(Buffer::bytes).sum();
         let tried = self.try_answers(&numbers);
         drop(taken);
-        self.shortage.end();
+        drop(period);
         let told = match tried {
             Ok(_) => "every answer right".to_owned(),
             Err(Refused::Error(error)) if is_out_of_memory(&error) => error.to_string(),

@@ -16,8 +16,9 @@ mod session;
 mod shortage;
 mod watch;
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -158,10 +159,13 @@ pub fn run(
     std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| soak.work())).collect();
-        let trouble = scope.spawn(|| soak.meet_faults(&ground));
+        let faults = scope.spawn(|| {
+            let mut random = Random::new(options.seed);
+            soak.meet_faults(|fault| ground.meet(fault, &mut random))
+        });
         soak.look_on(&mut watch, progress, || workers.iter().all(|it| it.is_finished()));
         soak.stop.store(true, Ordering::SeqCst);
-        met = trouble.join().unwrap_or_else(|_| vec![panicked()]);
+        met = faults.join().unwrap_or_else(|panic| resume_unwind(panic));
     });
     let seconds = soak.begun.elapsed().as_secs_f64();
     if options.lose_context {
@@ -242,14 +246,15 @@ impl Soak<'_> {
                     self.shortage.wait();
                 }
                 Ok(checked) => break checked.map_err(|error| error.to_string()),
-                Err(panic) => break Err(format!("it panicked: {}", words(panic.as_ref()))),
+                Err(panic) => break Err(panic_reason(panic.as_ref())),
             }
         };
         let before = self.shortage.moment();
         let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
         // A failure during a memory shortage is not judged.
         let excused = self.shortage.since(before);
-        let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
+        let beside =
+            beside.unwrap_or_else(|panic| Some(("beside", Err(panic_reason(panic.as_ref())))));
         let mut tally = lock(&self.tally);
         tally.problems += 1;
         if let Some((kernel, verdict)) = beside {
@@ -299,8 +304,8 @@ impl Soak<'_> {
         }
     }
 
-    /// Injects one fault after the other, each at least once.
-    fn meet_faults(&self, ground: &Ground<'_>) -> Vec<Met> {
+    /// Injects one fault after the other, each at least once, until one is not survived.
+    fn meet_faults(&self, mut meet: impl FnMut(Fault) -> Result<String, String>) -> Vec<Met> {
         let possible = |fault: &&Fault| {
             (self.options.gpu || !fault.needs_gpu())
                 && (self.options.program.is_some() || !fault.needs_sibling())
@@ -308,14 +313,15 @@ impl Soak<'_> {
         let faults: Vec<Fault> = self.options.faults.iter().filter(possible).copied().collect();
         let new = |fault: &Fault| Met { fault: *fault, times: 0, survived: 0, told: String::new() };
         let mut all: Vec<Met> = faults.iter().map(new).collect();
-        let mut random = Random::new(self.options.seed);
         for round in 0.. {
             for met in &mut all {
                 if round > 0 && self.is_over() {
                     return all;
                 }
                 met.times += 1;
-                match ground.meet(met.fault, &mut random) {
+                let survived = catch_unwind(AssertUnwindSafe(|| meet(met.fault)));
+                let panicked = |panic: Box<dyn Any + Send>| Err(panic_reason(panic.as_ref()));
+                match survived.unwrap_or_else(panicked) {
                     Ok(told) => {
                         met.survived += 1;
                         met.told = told;
@@ -484,15 +490,11 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     }
 }
 
-fn panicked() -> Met {
-    let told = "the thread of the faults panicked".to_owned();
-    Met { fault: Fault::Corrupted, times: 1, survived: 0, told }
-}
-
-/// Returns the message of a panic.
-fn words(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+/// A panic as the reason of a failure.
+fn panic_reason(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("it panicked: {}", text.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -541,6 +543,40 @@ mod tests {
             assert!(!warnings(fault).starts_with("0 warnings"), "{}", warnings(fault));
         }
         assert!(warnings(Fault::Deleted).contains("files gone"));
+    }
+
+    /// A panic is reported of the fault that it came with, and the reports of the others are kept.
+    #[test]
+    fn a_panic_is_the_failure_of_its_fault() {
+        let options = Options {
+            faults: vec![Fault::Corrupted, Fault::Deleted, Fault::ReadOnly],
+            duration: Some(Duration::ZERO),
+            ..options()
+        };
+        let (texts, shortage) = (Texts::default(), Shortage::default());
+        let folder = tempfile::tempdir().unwrap();
+        let session = Session::open(folder.path(), false, &texts).unwrap();
+        let notes = Mutex::new(Vec::new());
+        let soak = Soak {
+            options: &options,
+            session: &session,
+            begun: Instant::now(),
+            next: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            shortage: &shortage,
+            tally: Mutex::default(),
+            note: &|text| lock(&notes).push(text.to_owned()),
+        };
+        let found = soak.meet_faults(|fault| match fault {
+            Fault::Corrupted => Ok("two files".to_owned()),
+            _ => panic!("a bug with {}", fault.name()),
+        });
+        let numbers: Vec<_> = found.iter().map(|it| (it.fault, it.times, it.survived)).collect();
+        let expected = [(Fault::Corrupted, 1, 1), (Fault::Deleted, 1, 0), (Fault::ReadOnly, 0, 0)];
+        assert_eq!(numbers, expected);
+        assert_eq!(found[0].told, "two files");
+        assert_eq!(found[1].told, "it panicked: a bug with deleted");
+        assert_eq!(*lock(&notes), ["deleted: it panicked: a bug with deleted"]);
     }
 
     #[test]
