@@ -61,8 +61,8 @@ impl Difference {
     /// Compares samples in milliseconds, round by round.
     pub fn between(first: &[f64], second: &[f64]) -> Self {
         let ratios: Vec<f64> = first.iter().zip(second).map(|(a, b)| (b / a).ln()).collect();
-        let slower = median(first).min(median(second));
-        let noise = spread_of_median(&ratios).max(floor(slower));
+        let faster = median(first).min(median(second));
+        let noise = spread_of_median(&ratios).max(floor(faster));
         Difference { ratio: median(&ratios).exp(), noise }
     }
 
