@@ -9,7 +9,7 @@ use flashcore::{Pass, Problem, Progress};
 use harness::Silent;
 use harness::bench::{Candidate, configuration};
 use harness::gate::{
-    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Stored, Thresholds, ncu_command,
+    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Thresholds, ncu_command,
 };
 use harness::given::tensor_bytes;
 use harness::provenance::GpuFound;
@@ -36,7 +36,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     description: Option<PathBuf>,
     /// Who it must be as fast as: a candidate as `bench` knows them [default: scalar, the kernel
-    /// with ordinary arithmetic; over ragged batches and of gradients what the planner chooses]
+    /// with ordinary arithmetic; where that does not serve the problem (ragged batches, gradients,
+    /// tensors of different element types) what the planner chooses]
     #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
     baseline: Option<Candidate>,
     /// The least share of the baseline's speed
@@ -282,22 +283,21 @@ fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Outcome::skip("it does not compute attention");
     };
-    // Kernels without a scalar counterpart are compared with the planner's choice.
-    let backward = contract.model.pass == Pass::Backward;
-    let usual = if contract.storage == Stored::Equal && !backward { "scalar" } else { "flashcore" };
-    let usual = || Candidate::parse(usual).expect("it is always there");
+    let problem = arguments.timed(&contract);
+    let usual = || gate::default_baseline(&gpu.chip(), &problem);
     let baseline = arguments.baseline.clone().unwrap_or_else(usual);
     if let Some(peer) = baseline.peer() {
         let peer = peer.name;
         return Outcome::skip(format!("{peer} lives in another process: `flashcore bench` has it"));
     }
+    let peak = GpuFound::of(gpu.info()).peak_tflops(problem.dtype());
     let pace = Pace {
-        problem: arguments.timed(&contract),
+        problem,
         rounds: arguments.rounds as usize,
         at_least: arguments.at_least,
-        peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
+        peak_tflops: Some(peak),
     };
-    if let (Judged::Own(own), true) = (judged, backward) {
+    if let (Judged::Own(own), Pass::Backward) = (judged, contract.model.pass) {
         return gate::fast_gradients(gpu, &Candidate::of(own.kernel), &baseline, &pace);
     }
     let subjects = (GpuSubject::new(gpu, source.as_ref()), GpuSubject::new(gpu, &baseline));

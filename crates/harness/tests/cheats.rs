@@ -7,11 +7,12 @@
 use std::collections::HashMap;
 
 use flashcore::{
-    Backend, CpuBackend, DType, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
+    Backend, CpuBackend, DType, DTypes, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
 };
 use flashcore_harness as harness;
 use harness::Error;
 use harness::gate::{self, Contract, Foreign, Judgement, Outcome, Own, Pace, Rule, Step};
+use harness::given::{Given, tensor_bytes};
 use harness::subject::{Memory, Subject, Tensors};
 use harness::verify;
 use kernels::{Configuration, Product, Rules, Scalar};
@@ -85,10 +86,8 @@ impl Host {
 
     fn inputs(&self, tensors: &Tensors) -> InputTensors {
         let problem = self.problem.as_ref().unwrap();
-        let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let mut slices: Vec<&[u8]> = Vec::new();
-        for (memory, shape) in tensors.memory.iter().zip(shapes) {
-            let bytes = shape.elements().unwrap() * problem.dtype().bytes();
+        for (memory, bytes) in tensors.memory.iter().zip(tensor_bytes(problem).unwrap()) {
             slices.push(&self.memory[memory.0][tensors.offset..tensors.offset + bytes]);
         }
         verify::inputs(problem, [slices[0], slices[1], slices[2]]).unwrap()
@@ -96,7 +95,8 @@ impl Host {
 
     fn attend(&self, problem: &Problem, inputs: &InputTensors) -> [Vec<u8>; 2] {
         let backend = CpuBackend::new();
-        let output = backend.run(problem, inputs.inputs(), &RunOptions::default()).unwrap();
+        let given = Given::of(problem).unwrap();
+        let output = backend.run(problem, given.inputs(inputs), &RunOptions::default()).unwrap();
         let lse = output.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
         [output.output.bytes().to_vec(), lse]
     }
@@ -322,6 +322,24 @@ fn an_honest_kernel_is_accepted() {
         let judgement = judge(Behaviour::Honest, mask);
         assert!(judgement.accepted, "{judgement:?}");
         assert_eq!(judgement.findings.len(), 2);
+    }
+}
+
+/// 8-bit inputs with 16-bit outputs, and 16-bit queries over an 8-bit cache.
+#[test]
+fn element_types_may_differ() {
+    let narrow = DTypes::inputs(DType::E4M3);
+    for dtypes in [narrow, DTypes { query: DType::BF16, ..narrow }] {
+        let mut problem = Problem::new(1, 2, 150, 32);
+        problem.dtypes = dtypes;
+        let contract = Contract::whole(problem.clone());
+        let pace = Pace { problem, rounds: 5, at_least: 0.9, peak_tflops: None };
+        let [mut subject, mut baseline] = [Behaviour::Honest; 2].map(Host::new);
+        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &pace, 3);
+        assert!(matches!(outcome, Outcome::Accept { .. }), "{dtypes}: {outcome:?}");
+        let mut subject = Host::new(Behaviour::ReusesMemory);
+        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &pace, 3);
+        assert_eq!(rule_of(&outcome), Some(Rule::Unwritten), "{dtypes}: {outcome:?}");
     }
 }
 

@@ -7,10 +7,12 @@
 
 use std::time::Instant;
 
-use flashcore::{InputTensors, Problem};
+use flashcore::gpu::Chip;
+use flashcore::{DType, InputTensors, Layout, Problem, Shape, Tensor};
 
-use super::correct::{CallMemory, Contract, bytes_of, judge};
+use super::correct::{CallMemory, Contract, judge};
 use super::{Broken, Outcome, Rule, failed};
+use crate::bench::Candidate;
 use crate::given::Given;
 use crate::statistics::{Difference, Random, median};
 use crate::subject::Subject;
@@ -38,6 +40,17 @@ const CONSTANT: f64 = 0.6;
 /// Milliseconds that the device may be busy after the second event, besides the call's own time:
 /// copies of the results are still under way.
 const BUSY: f64 = 20.0;
+
+/// Returns the candidate that a kernel must be as fast as where nobody names another: the scalar
+/// kernel if it serves the problem, otherwise what the planner chooses.
+pub fn default_baseline(chip: &Chip, problem: &Problem) -> Candidate {
+    let find = |name| Candidate::parse(name).expect("it is always there");
+    let scalar = find("scalar");
+    match scalar.plan(chip, problem) {
+        Ok(_) => scalar,
+        Err(_) => find("flashcore"),
+    }
+}
 
 /// Times a kernel against a baseline, in alternation.
 pub fn fast(
@@ -96,7 +109,7 @@ impl<'a> Runner<'a> {
                 ),
             ));
         }
-        let element = problem.dtype().bytes();
+        let element = problem.dtypes.output.bytes();
         let unwritten = |bytes: &[u8]| {
             let poison = |element: &&[u8]| element.iter().all(|byte| *byte == POISON);
             bytes.chunks_exact(element).filter(poison).count()
@@ -131,7 +144,7 @@ fn time(
     let judged = random.below(rounds);
     let warm_up = 1;
     for round in 0..warm_up + rounds {
-        let contents = turned(&base, problem.dtype().bytes(), &mut random);
+        let contents = turned(&base, &mut random);
         let views = contents.each_ref().map(Vec::as_slice);
         let mut results = None;
         for place in 0..2 {
@@ -185,15 +198,15 @@ fn time(
         return Err((Rule::RemembersContents, reason));
     }
     for value in [0.0, 1.0] {
-        let constant = |shape| {
-            let layout = flashcore::Layout::contiguous(shape)?;
-            flashcore::Tensor::filled(problem.dtype(), layout, value)
+        let constant = |dtype: DType, shape: Shape| {
+            let tensor =
+                Layout::contiguous(shape).and_then(|layout| Tensor::filled(dtype, layout, value));
+            tensor.map_err(|error| library(error.into()))
         };
-        let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
-        let [query, key, value_tensor] = shapes.map(constant);
-        let wrap =
-            |result: Result<_, flashcore::TensorError>| result.map_err(|e| library(e.into()));
-        let (query, key, values) = (wrap(query)?, wrap(key)?, wrap(value_tensor)?);
+        let types = problem.dtypes;
+        let query = constant(types.query, problem.query_shape())?;
+        let key = constant(types.key, problem.key_shape())?;
+        let values = constant(types.value, problem.value_shape())?;
         let time = median_on(Some([query.bytes(), key.bytes(), values.bytes()]))?;
         if time < CONSTANT * usual {
             let reason = format!("{time:.4} ms where all inputs are {value}, else {usual:.4} ms");
@@ -214,11 +227,37 @@ fn time(
 
 /// Rotates the contents of tensors: contents that were never there, without drawing every number
 /// anew.
-fn turned(base: &InputTensors, element: usize, random: &mut Random) -> [Vec<u8>; 3] {
-    bytes_of(base).map(|bytes| {
-        let mut turned = bytes.to_vec();
-        let elements = bytes.len() / element;
+fn turned(base: &InputTensors, random: &mut Random) -> [Vec<u8>; 3] {
+    [&base.query, &base.key, &base.value].map(|tensor| {
+        let mut turned = tensor.bytes().to_vec();
+        let element = tensor.dtype().bytes();
+        let elements = turned.len() / element;
         turned.rotate_left(element * random.below(elements));
         turned
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The default baseline of every kernel that ships serves the problem that is timed.
+    #[test]
+    fn every_kernel_has_a_baseline() {
+        let mut names = std::collections::BTreeSet::new();
+        for kernel in kernels::shipped(ptx::Target::SM_90A) {
+            let Some(contract) = Contract::of(&kernel) else { continue };
+            let problem = contract.timed();
+            let baseline = default_baseline(&Chip::H200, &problem);
+            let plan = baseline.plan(&Chip::H200, &problem);
+            plan.unwrap_or_else(|reason| panic!("{}, {problem}: {reason}", kernel.name()));
+            names.insert(baseline.name);
+        }
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["flashcore", "scalar"]);
+        let of = |text: &str| default_baseline(&Chip::H200, &text.parse().unwrap()).name;
+        assert_eq!(of("h=16,s=4096,d=128,bf16"), "scalar");
+        assert_eq!(of("h=16,s=4096,d=128,e4m3"), "flashcore");
+        assert_eq!(of("b=4,h=16,s=1024,d=128,bf16,queries=packed:2048"), "flashcore");
+        assert_eq!(of("h=16,s=4096,d=128,bf16,backward"), "flashcore");
+    }
 }

@@ -21,7 +21,7 @@ mod statics;
 
 pub use correct::{Contract, Stored, correct};
 pub use counters::{METRICS, Threshold, Thresholds, counters, ncu_command};
-pub use fast::{Pace, fast};
+pub use fast::{Pace, default_baseline, fast};
 pub use foreign::Foreign;
 pub use gradients::{correct_gradients, fast_gradients, once_gradients};
 pub use statics::{Own, assemble, simulate, validate};

@@ -1,6 +1,6 @@
 //! The plots: speed, ratio to the best peer, roofline, spread. Each is one SVG document.
 
-use flashcore::{Mask, Problem};
+use flashcore::{DType, Mask, Problem};
 
 use super::svg::{Anchor, Drawing, FAINT, GRID, INK};
 use super::{Cache, Cell, Results};
@@ -216,7 +216,7 @@ fn diverging(ratio: f64) -> String {
 /// Speed by operations per byte, under what the hardware can do.
 pub fn roofline(results: &Results) -> Option<String> {
     let gpu = results.provenance.gpu.as_ref()?;
-    let (peak, bandwidth) = (gpu.peak_tflops(), gpu.memory_bandwidth());
+    let (peak, bandwidth) = (gpu.peak_tflops(DType::BF16), gpu.memory_bandwidth());
     let cache = results.shown_cache();
     const SIZE: [f64; 2] = [680.0, 380.0];
     let (left, upper) = (56.0, 56.0);

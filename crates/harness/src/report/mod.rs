@@ -7,7 +7,7 @@ pub(crate) mod svg;
 
 use std::path::Path;
 
-use flashcore::Problem;
+use flashcore::{DType, Problem};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -151,10 +151,7 @@ impl Results {
         let Some(gpu) = &self.provenance.gpu else { return Vec::new() };
         let mut found = Vec::new();
         for cell in &self.cells {
-            let problem: Option<flashcore::Problem> = cell.problem.parse().ok();
-            // Elements of 8 bits are multiplied twice as fast.
-            let narrow = problem.is_some_and(|it| it.dtypes.query.is_8_bit());
-            let peak = gpu.peak_tflops() * if narrow { 2.0 } else { 1.0 };
+            let peak = gpu.peak_tflops(cell.parsed().map_or(DType::BF16, |it| it.dtype()));
             for it in &cell.measurements {
                 let speed = it.tflops(cell).filter(|speed| *speed > peak);
                 found.extend(speed.map(|speed| {
@@ -358,6 +355,19 @@ mod tests {
         let impossible = cell.flops / 1200e9;
         cell.measurements[0] = Measurement::new("flashcore", Cache::Cold, vec![impossible; 5]);
         assert!(results.unbelievable()[0].contains("1200 TFLOP/s"));
+        // Twice as much is possible with 8-bit queries, but not with an 8-bit cache alone.
+        for (types, tflops, believed) in [
+            ("e4m3", 1200.0, true),
+            ("e4m3", 2200.0, false),
+            ("q=bf16,k=e4m3,v=e4m3,o=bf16", 1200.0, false),
+        ] {
+            let problem = format!("b=2,h=16,s=8192,d=128,{types}").parse().unwrap();
+            let mut cell = Cell::new(&problem).unwrap();
+            let samples = vec![cell.flops / (tflops * 1e9); 5];
+            cell.measurements = vec![Measurement::new("flashcore", Cache::Cold, samples)];
+            results.cells = vec![cell];
+            assert_eq!(results.unbelievable().is_empty(), believed, "{types} {tflops}");
+        }
     }
 
     #[test]
