@@ -16,7 +16,7 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
-use crate::process::{keep, program};
+use crate::process::{program, run_captured};
 use crate::{Outcome, python, root};
 
 /// The oldest PyTorch that the package's operators can be registered with.
@@ -31,7 +31,7 @@ const VERSION: u32 = 1;
 /// Lays the contents of a wheel out in `dist/hub`: of this one, or of the one for others, which is built.
 pub(crate) fn hub(wheel: Option<&str>) -> Outcome {
     let folder = root().join("dist/hub");
-    let python = python::builder()?;
+    let python = python::build_environment()?;
     let wheel = match wheel {
         Some(wheel) => Some(PathBuf::from(wheel)),
         None => python::release(&python, None)?,
@@ -44,11 +44,11 @@ pub(crate) fn hub(wheel: Option<&str>) -> Outcome {
 
 /// Lays the contents of a wheel out in a folder, for each kind of PyTorch: how many.
 pub(crate) fn lay_out(python: &Path, wheel: &Path, folder: &Path) -> Result<usize, String> {
-    python::empty(folder)?;
+    python::recreate_folder(folder)?;
     let unpacked = folder.join("wheel");
     let mut unzip = program(python);
     unzip.args(["-m", "zipfile", "-e"]).arg(wheel).arg(&unpacked);
-    let done = keep(unzip)?;
+    let done = run_captured(unzip)?;
     if !done.success {
         return Err(done.log);
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
 
-use crate::process::{Done, keep, program, show, words};
+use crate::process::{CommandOutput, program, run_captured, run_in_terminal, words};
 use crate::{Outcome, hub, root, tools};
 
 /// Builds wheels.
@@ -41,11 +41,11 @@ const LARGEST: u64 = 4 << 20;
 
 /// Builds the wheel for others, for this machine or for a target of Rust's.
 pub(crate) fn wheel(target: Option<&str>) -> Outcome {
-    Ok(release(&builder()?, target)?.is_some())
+    Ok(release(&build_environment()?, target)?.is_some())
 }
 
 /// The Python that builds wheels for others.
-pub(crate) fn builder() -> Result<PathBuf, String> {
+pub(crate) fn build_environment() -> Result<PathBuf, String> {
     environment(&[&BUILD[..], &LINKER[..]].concat())
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn release(python: &Path, target: Option<&str>) -> Result<Option<Path
     if let Some(target) = target {
         let mut rustup = program("rustup");
         rustup.args(["target", "add", target]);
-        if !show(rustup)? {
+        if !run_in_terminal(rustup)? {
             return Ok(None);
         }
     }
@@ -85,9 +85,9 @@ pub(crate) fn source() -> Outcome {
 /// Runs a command that builds one file, and puts it beside the others in `dist/`.
 fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, String> {
     let (building, folder) = (root().join("target/building"), root().join("dist"));
-    empty(&building)?;
+    recreate_folder(&building)?;
     command.arg("--out").arg(&building);
-    if !show(command)? {
+    if !run_in_terminal(command)? {
         return Ok(None);
     }
     let file = built(&building, extension)?;
@@ -100,12 +100,12 @@ fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, Str
 /// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
 /// checker over it; says how many tests ran, and how many did not and why.
 pub(crate) fn test(verbose: bool) -> Result<String, String> {
-    let python = tester()?;
+    let python = test_environment()?;
     let folder = tools::folder().join("wheel");
-    empty(&folder)?;
-    let run = |command: Command| -> Result<Done, String> {
+    recreate_folder(&folder)?;
+    let run = |command: Command| -> Result<CommandOutput, String> {
         let words = words(&command);
-        let done = keep(command)?;
+        let done = run_captured(command)?;
         if verbose {
             print!("{}", done.log);
         }
@@ -139,7 +139,7 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
 }
 
 /// The Python that runs the tests.
-pub(crate) fn tester() -> Result<PathBuf, String> {
+pub(crate) fn test_environment() -> Result<PathBuf, String> {
     environment(&[&BUILD[..], &TEST[..], &LIBRARIES[..]].concat())
 }
 
@@ -193,7 +193,7 @@ fn environment(packages: &[&str]) -> Result<PathBuf, String> {
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     // Python compiles what it imports, which is a small part of ten thousand files.
     pip.args(["--only-binary", ":all:", "--no-compile"]).args(packages);
-    let done = keep(pip)?;
+    let done = run_captured(pip)?;
     if done.success {
         Ok(python)
     } else {
@@ -214,7 +214,7 @@ fn maturin(python: &Path, command: &str) -> Command {
     maturin
 }
 
-pub(crate) fn empty(folder: &Path) -> Result<(), String> {
+pub(crate) fn recreate_folder(folder: &Path) -> Result<(), String> {
     let failed = |error: io::Error| format!("cannot empty {}: {error}", folder.display());
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),

@@ -67,7 +67,7 @@ impl Difference {
     }
 
     /// Returns whether the difference exceeds the noise.
-    pub fn is_real(&self) -> bool {
+    pub fn is_significant(&self) -> bool {
         self.ratio.ln().abs() > self.noise
     }
 }
@@ -174,7 +174,7 @@ mod tests {
                     samples.push(factor * drift * outlier * (1.0 + 0.004 * random.normal()));
                 }
             }
-            Difference::between(&first, &second).is_real()
+            Difference::between(&first, &second).is_significant()
         };
         let mut random = Random::new(7);
         let false_alarms = (0..2000).filter(|_| trial(&mut random, 1.0)).count();
@@ -186,6 +186,6 @@ mod tests {
     #[test]
     fn one_sample_says_nothing() {
         assert!(Summary::of(&[1.0]).noise.is_infinite());
-        assert!(!Difference::between(&[1.0], &[2.0]).is_real());
+        assert!(!Difference::between(&[1.0], &[2.0]).is_significant());
     }
 }

@@ -18,9 +18,9 @@ mod contents;
 mod ours;
 mod peers;
 
-pub use candidate::{Candidate, PEERS, Peer, Who, configuration, families};
+pub use candidate::{Candidate, CandidateKind, PEERS, Peer, configuration, families};
 pub use contents::Pool;
-pub use ours::Arena;
+pub use ours::CandidateTimer;
 
 use std::path::PathBuf;
 use std::time::Instant;

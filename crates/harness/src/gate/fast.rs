@@ -11,19 +11,19 @@ use flashcore::gpu::Chip;
 use flashcore::{DType, InputTensors, Layout, Problem, Shape, Tensor};
 
 use super::correct::{CallMemory, Contract, judge};
-use super::{Broken, Outcome, Rule, failed};
+use super::{Outcome, Rejection, Rule, failed};
+use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::bench::Candidate;
-use crate::given::Given;
 use crate::statistics::{Difference, Random, median};
 use crate::subject::Subject;
 use crate::verify::{POISON, inputs};
 
 /// The requirements on a kernel's speed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pace {
+pub struct SpeedRequirement {
     /// The problem that is timed.
     pub problem: Problem,
-    /// The number of samples of each contestant.
+    /// The number of samples of the kernel and of the baseline.
     pub rounds: usize,
     /// The least speed, as a share of the baseline's.
     pub at_least: f64,
@@ -57,10 +57,10 @@ pub fn fast(
     subject: &mut dyn Subject,
     baseline: &mut dyn Subject,
     contract: &Contract,
-    pace: &Pace,
+    requirement: &SpeedRequirement,
     salt: u64,
 ) -> Outcome {
-    time(subject, baseline, contract, pace, salt).into()
+    time(subject, baseline, contract, requirement, salt).into()
 }
 
 /// The kernel or the baseline, ready to be timed.
@@ -72,10 +72,14 @@ struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    fn new(subject: &'a mut dyn Subject, problem: &Problem, given: &Given) -> Result<Self, Broken> {
+    fn new(
+        subject: &'a mut dyn Subject,
+        problem: &Problem,
+        auxiliary: &AuxiliaryInputs,
+    ) -> Result<Self, Rejection> {
         subject.prepare(problem).map_err(failed)?;
         let memory = CallMemory::new(subject, problem).map_err(failed)?;
-        let unused = given.unused_rows(problem) * problem.value_head_dim;
+        let unused = auxiliary.unused_rows(problem) * problem.value_head_dim;
         Ok(Runner { subject, memory, unused })
     }
 
@@ -84,7 +88,7 @@ impl<'a> Runner<'a> {
         &mut self,
         problem: &Problem,
         contents: Option<[&[u8]; 3]>,
-    ) -> Result<(f64, [Vec<u8>; 2]), Broken> {
+    ) -> Result<(f64, [Vec<u8>; 2]), Rejection> {
         let Runner { subject, memory, unused } = self;
         if let Some(contents) = contents {
             memory.write(*subject, contents).map_err(failed)?;
@@ -128,19 +132,19 @@ fn time(
     subject: &mut dyn Subject,
     baseline: &mut dyn Subject,
     contract: &Contract,
-    pace: &Pace,
+    requirement: &SpeedRequirement,
     salt: u64,
-) -> Result<String, Broken> {
-    let problem = &pace.problem;
+) -> Result<String, Rejection> {
+    let problem = &requirement.problem;
     let other = baseline.name();
     let mut random = Random::new(salt);
     let library = |error: flashcore::Error| failed(error.into());
     let base = InputTensors::random(problem, salt).map_err(library)?;
-    let given = Given::of(problem).map_err(failed)?;
-    let mut runner = Runner::new(subject, problem, &given)?;
-    let mut rival = Runner::new(baseline, problem, &given)?;
+    let auxiliary = AuxiliaryInputs::of(problem).map_err(failed)?;
+    let mut runner = Runner::new(subject, problem, &auxiliary)?;
+    let mut rival = Runner::new(baseline, problem, &auxiliary)?;
     let (mut own, mut others) = (Vec::new(), Vec::new());
-    let rounds = pace.rounds.max(3);
+    let rounds = requirement.rounds.max(3);
     let judged = random.below(rounds);
     let warm_up = 1;
     for round in 0..warm_up + rounds {
@@ -173,14 +177,14 @@ fn time(
         }
     }
     let usual = median(&own);
-    if let Some(peak) = pace.peak_tflops {
-        let speed = given.flops(problem, Problem::visible_flops) / usual / 1e9;
+    if let Some(peak) = requirement.peak_tflops {
+        let speed = auxiliary.flops(problem, Problem::visible_flops) / usual / 1e9;
         if speed > peak {
             let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
             return Err((Rule::AboveRoofline, reason));
         }
     }
-    let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Broken> {
+    let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Rejection> {
         let mut samples = Vec::new();
         for index in 0..4 {
             let (milliseconds, _) = runner.sample(problem, contents)?;
@@ -217,10 +221,10 @@ fn time(
     let text = format!(
         "{ratio:.3} times the speed of {other}, within {:.1} %: {:.0} TFLOP/s on {problem}",
         100.0 * noise,
-        given.flops(problem, Problem::flops) / usual / 1e9
+        auxiliary.flops(problem, Problem::flops) / usual / 1e9
     );
-    if ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
-        return Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least)));
+    if ratio < requirement.at_least && (requirement.at_least / ratio).ln() > noise {
+        return Err((Rule::Slow, format!("{text}; {:.3} is asked", requirement.at_least)));
     }
     Ok(text)
 }

@@ -11,7 +11,7 @@ use flashcore::{DType, Problem};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::provenance::Provenance;
 use crate::statistics::{Difference, Summary};
 
@@ -142,12 +142,12 @@ impl Results {
     }
 
     /// Our first candidate.
-    pub fn subject(&self) -> Option<&str> {
+    pub fn our_candidate(&self) -> Option<&str> {
         self.candidates.iter().find(|it| !it.peer).map(|it| it.name.as_str())
     }
 
     /// Measurements that no hardware could have made: above the roofline.
-    pub fn unbelievable(&self) -> Vec<String> {
+    pub fn above_roofline(&self) -> Vec<String> {
         let Some(gpu) = &self.provenance.gpu else { return Vec::new() };
         let mut found = Vec::new();
         for cell in &self.cells {
@@ -165,7 +165,7 @@ impl Results {
     }
 
     /// Measurements whose output was wrong.
-    pub fn wrong(&self) -> Vec<String> {
+    pub fn wrong_outputs(&self) -> Vec<String> {
         let of = |cell: &Cell| {
             let wrong = cell.measurements.iter().filter(|it| it.right == Some(false));
             let text = |it: &Measurement| format!("{} on {}", it.candidate, cell.problem);
@@ -177,8 +177,8 @@ impl Results {
     /// The ratios of our first candidate to the best peer, cell by cell.
     pub fn ratios(&self) -> Vec<(&Cell, Ratio)> {
         let cache = self.shown_cache();
-        let subject = self.subject().unwrap_or_default();
-        let of = |cell| Some((cell, self.ratio(cell, subject, cache)?));
+        let our_candidate = self.our_candidate().unwrap_or_default();
+        let of = |cell| Some((cell, self.ratio(cell, our_candidate, cache)?));
         self.cells.iter().filter_map(of).collect()
     }
 
@@ -211,11 +211,11 @@ pub struct Ratio {
 impl Cell {
     /// An empty cell.
     pub fn new(problem: &Problem) -> Result<Self, Error> {
-        let given = Given::of(problem)?;
+        let auxiliary = AuxiliaryInputs::of(problem)?;
         Ok(Cell {
             problem: problem.text(),
-            flops: given.flops(problem, Problem::flops),
-            bytes: given.least_bytes(problem),
+            flops: auxiliary.flops(problem, Problem::flops),
+            bytes: auxiliary.least_bytes(problem),
             measurements: Vec::new(),
         })
     }
@@ -350,11 +350,11 @@ mod tests {
     #[test]
     fn nothing_above_the_roofline_is_believed() {
         let mut results = results(&[("flashcore", 1.0)], 5);
-        assert_eq!(results.unbelievable(), Vec::<String>::new());
+        assert_eq!(results.above_roofline(), Vec::<String>::new());
         let cell = &mut results.cells[35];
         let impossible = cell.flops / 1200e9;
         cell.measurements[0] = Measurement::new("flashcore", Cache::Cold, vec![impossible; 5]);
-        assert!(results.unbelievable()[0].contains("1200 TFLOP/s"));
+        assert!(results.above_roofline()[0].contains("1200 TFLOP/s"));
         // Twice as much is possible with 8-bit queries, but not with an 8-bit cache alone.
         for (types, tflops, believed) in [
             ("e4m3", 1200.0, true),
@@ -366,7 +366,7 @@ mod tests {
             let samples = vec![cell.flops / (tflops * 1e9); 5];
             cell.measurements = vec![Measurement::new("flashcore", Cache::Cold, samples)];
             results.cells = vec![cell];
-            assert_eq!(results.unbelievable().is_empty(), believed, "{types} {tflops}");
+            assert_eq!(results.above_roofline().is_empty(), believed, "{types} {tflops}");
         }
     }
 

@@ -72,7 +72,7 @@ pub struct Cluster {
 }
 
 /// Others that a rank exchanges messages with at a time: each such group waits for the first byte once.
-const AT_A_TIME: usize = 8;
+const CONCURRENT_MESSAGES: usize = 8;
 
 /// What a rank exchanges in one go: bytes and messages within its node, and beyond it. Sending and
 /// receiving go on at the same time, so that the larger of both counts.
@@ -102,7 +102,7 @@ impl Cluster {
     /// Milliseconds of messages that all go at once.
     pub fn milliseconds(&self, traffic: &Traffic) -> f64 {
         let way = |link: Link, [bytes, messages]: [u64; 2]| {
-            let waits = messages.div_ceil(AT_A_TIME as u64) as f64;
+            let waits = messages.div_ceil(CONCURRENT_MESSAGES as u64) as f64;
             waits * link.latency_microseconds / 1e3 + bytes as f64 / link.gigabytes_per_second / 1e6
         };
         way(self.inside, traffic.inside).max(way(self.between, traffic.between))

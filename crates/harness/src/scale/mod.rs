@@ -28,7 +28,7 @@ use serde::{Serialize, Serializer};
 
 use crate::Error;
 use links::Cluster;
-use overlap::Span;
+use overlap::PassTime;
 use times::Times;
 
 /// The longest sequence.
@@ -36,10 +36,10 @@ pub const LONGEST: usize = 10 << 20;
 /// The most ranks.
 pub const MOST_RANKS: usize = 1024;
 /// Variants whose times differ by less are as good as each other.
-const ALIKE: f64 = 0.02;
+const TIE_TOLERANCE: f64 = 0.02;
 /// The number of ranks that are simulated. With a causal mask in zig-zag order all ranks have the
 /// same work, and under a window those in the middle do.
-const LOOKED_AT: usize = 6;
+const SIMULATED_RANKS: usize = 6;
 
 /// What is predicted from.
 #[derive(Debug, Clone)]
@@ -117,9 +117,9 @@ pub struct Prediction {
     /// Between how many groups of ranks heads are exchanged; keys travel within one.
     pub groups: usize,
     /// The forward pass.
-    pub forward: Span,
+    pub forward: PassTime,
     /// Gradients, where they are asked for.
-    pub backward: Option<Span>,
+    pub backward: Option<PassTime>,
     /// Both.
     #[serde(rename = "total_ms")]
     pub total: f64,
@@ -198,8 +198,8 @@ pub fn check(problem: &Problem, ranks: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The distribution of a variant.
-fn distribution(
+/// Returns the distribution of a problem over ranks by a variant.
+fn distribute(
     problem: &Problem,
     ranks: usize,
     variant: Variant,
@@ -247,8 +247,8 @@ pub fn predict(
     variant: Variant,
 ) -> Result<Result<Prediction, Refusal>, Error> {
     check(problem, ranks)?;
-    let of = match distribution(problem, ranks, variant, setting.cluster.node) {
-        Ok(of) => of,
+    let distribution = match distribute(problem, ranks, variant, setting.cluster.node) {
+        Ok(distribution) => distribution,
         Err(reason) => {
             return Ok(Err(Refusal { problem: problem.text(), ranks, variant, reason }));
         }
@@ -260,9 +260,9 @@ pub fn predict(
         let mut whole = problem.clone();
         whole.pass = *pass;
         alone += setting.times.milliseconds(&whole)?;
-        let mut span = Span::default();
-        for rank in looked_at(ranks) {
-            let found = Span::of(&work::stages(setting, problem, &of, rank, *pass)?);
+        let mut span = PassTime::default();
+        for rank in simulated_ranks(ranks) {
+            let found = PassTime::of(&work::stages(setting, problem, &distribution, rank, *pass)?);
             if found.total > span.total {
                 span = found;
             }
@@ -272,18 +272,18 @@ pub fn predict(
     let total: f64 = slowest.iter().map(|it| it.total).sum();
     let transfer: f64 = slowest.iter().map(|it| it.transfer).sum();
     let compute: f64 = slowest.iter().map(|it| it.compute).sum();
-    let memory = |rank| work::memory(problem, &of, rank, setting.backward);
-    let memory_bytes = looked_at(ranks).map(memory).max().unwrap_or(0);
-    let sent = of.sent(0);
+    let memory = |rank| work::memory(problem, &distribution, rank, setting.backward);
+    let memory_bytes = simulated_ranks(ranks).map(memory).max().unwrap_or(0);
+    let sent = distribution.sent(0);
     Ok(Ok(Prediction {
         problem: problem.text(),
         ranks,
         variant,
-        groups: of.nodes(),
+        groups: distribution.nodes(),
         forward: slowest[0],
         backward: slowest.get(1).copied(),
         total,
-        overlap: Span { total, compute, transfer }.overlap(),
+        overlap: PassTime { total, compute, transfer }.overlap(),
         efficiency: alone / ranks as f64 / total,
         sent_bytes: sent.forward + if setting.backward { sent.backward } else { 0 },
         memory_bytes,
@@ -292,8 +292,8 @@ pub fn predict(
 }
 
 /// Some ranks, the first, the last and those in the middle among them.
-fn looked_at(ranks: usize) -> impl Iterator<Item = usize> {
-    let count = ranks.min(LOOKED_AT);
+fn simulated_ranks(ranks: usize) -> impl Iterator<Item = usize> {
+    let count = ranks.min(SIMULATED_RANKS);
     (0..count).map(move |index| index * (ranks - 1) / (count - 1).max(1))
 }
 
@@ -306,7 +306,7 @@ pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Ch
         let reason = "none of them fits into the memory of a GPU";
         return choice(None, reason.to_owned());
     };
-    let alike = fitting.iter().filter(|it| it.total <= (1.0 + ALIKE) * fastest.total);
+    let alike = fitting.iter().filter(|it| it.total <= (1.0 + TIE_TOLERANCE) * fastest.total);
     let best = alike.min_by_key(|it| it.memory_bytes).unwrap_or(fastest);
     let others = fitting.iter().filter(|it| it.variant != best.variant);
     let next = others.min_by(|a, b| a.total.total_cmp(&b.total));
@@ -319,7 +319,7 @@ pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Ch
     let beside = match next {
         None => "the only one that is possible".to_owned(),
         Some(next) => match next.total / best.total - 1.0 {
-            more if more.abs() <= ALIKE => {
+            more if more.abs() <= TIE_TOLERANCE => {
                 format!("as fast as {}, with less memory", next.variant)
             }
             more => format!("{} takes {:.0} % longer", next.variant, 100.0 * more),

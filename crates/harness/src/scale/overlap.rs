@@ -33,7 +33,7 @@ impl Stage {
 
 /// What stages come to, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
-pub struct Span {
+pub struct PassTime {
     /// From the first to the last.
     #[serde(rename = "total_ms")]
     pub total: f64,
@@ -45,10 +45,10 @@ pub struct Span {
     pub transfer: f64,
 }
 
-impl Span {
+impl PassTime {
     /// Of stages one after the other.
     pub fn of(stages: &[Stage]) -> Self {
-        let mut span = Span::default();
+        let mut span = PassTime::default();
         for stage in stages {
             span.total += stage.compute.max(stage.transfer);
             span.compute += stage.compute;
@@ -67,7 +67,7 @@ impl Span {
     }
 }
 
-/// Ranks, one event after the other: what [`Span::of`] is checked with. Nothing is shared with it.
+/// Ranks, one event after the other: what [`PassTime::of`] is checked with. Nothing is shared with it.
 #[cfg(test)]
 pub(super) mod events {
     use std::cmp::Reverse;
@@ -160,11 +160,11 @@ mod tests {
     #[test]
     fn the_longer_of_both_counts() {
         let stages = [Stage { compute: 2.0, transfer: 1.0 }, Stage { compute: 1.0, transfer: 3.0 }];
-        let span = Span::of(&stages);
+        let span = PassTime::of(&stages);
         assert_eq!((span.total, span.compute, span.transfer), (5.0, 3.0, 4.0));
         assert_eq!(span.overlap(), 0.5);
-        assert_eq!(Span::of(&[Stage::compute(2.0)]).overlap(), 1.0);
-        assert_eq!(Span::of(&[Stage::transfer(2.0), Stage::compute(9.0)]).overlap(), 0.0);
+        assert_eq!(PassTime::of(&[Stage::compute(2.0)]).overlap(), 1.0);
+        assert_eq!(PassTime::of(&[Stage::transfer(2.0), Stage::compute(9.0)]).overlap(), 0.0);
     }
 
     proptest! {
@@ -184,7 +184,7 @@ mod tests {
                 };
                 compute.iter().zip(&slow).map(stage).collect()
             }).collect();
-            let (form, simulated) = (Span::of(&ranks[0]).total, events::simulate(&ranks));
+            let (form, simulated) = (PassTime::of(&ranks[0]).total, events::simulate(&ranks));
             prop_assert!((form - simulated).abs() < 1e-4, "{form} and {simulated}");
         }
 
@@ -201,7 +201,7 @@ mod tests {
                 pairs.map(|(compute, transfer)| Stage { compute: *compute, transfer: *transfer }).collect()
             };
             let ranks: Vec<_> = compute.iter().zip(&transfer).map(|(c, t)| stages(c, t)).collect();
-            let slowest = ranks.iter().map(|it| Span::of(it).total).fold(0.0, f64::max);
+            let slowest = ranks.iter().map(|it| PassTime::of(it).total).fold(0.0, f64::max);
             let lockstep: Vec<Stage> = (0..ranks[0].len())
                 .map(|step| Stage {
                     compute: ranks.iter().map(|it| it[step].compute).fold(0.0, f64::max),
@@ -210,7 +210,7 @@ mod tests {
                 .collect();
             let simulated = events::simulate(&ranks);
             prop_assert!(simulated > slowest - 1e-4, "{simulated} before {slowest}");
-            prop_assert!(simulated < Span::of(&lockstep).total + 1e-4);
+            prop_assert!(simulated < PassTime::of(&lockstep).total + 1e-4);
         }
     }
 }

@@ -15,7 +15,7 @@ pub struct Case {
     /// What is computed.
     pub problem: Problem,
     /// The seed of its tensors.
-    pub contents: u64,
+    pub tensor_seed: u64,
     /// Which of the kernels that accept it: the best is the first.
     pub rank: usize,
 }
@@ -79,7 +79,7 @@ impl Case {
             _ => random.below(number as usize + 1) as u64,
         };
         let (problem, rank) = problem(seed, sizes);
-        Case { number, problem, contents: random.bits() >> 33, rank }
+        Case { number, problem, tensor_seed: random.bits() >> 33, rank }
     }
 
     /// The command that soaks in this problem alone, with what goes with it.
@@ -90,7 +90,7 @@ impl Case {
 
     /// The command that computes it again, and says what is wrong with it.
     pub fn replay(&self, kernel: &str) -> String {
-        let (text, seed) = (self.problem.text(), self.contents);
+        let (text, seed) = (self.problem.text(), self.tensor_seed);
         format!("flashcore attend --problem {text} --seed {seed} --kernel {kernel}")
     }
 }
@@ -245,7 +245,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::given::Given;
+    use crate::auxiliary_inputs::AuxiliaryInputs;
 
     #[test]
     fn every_problem_makes_sense_and_its_text_is_the_problem() {
@@ -253,8 +253,8 @@ mod tests {
             let Case { problem, .. } = Case::of(5, number);
             problem.validate().unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
             assert_eq!(problem.text().parse::<Problem>().unwrap(), problem);
-            let given = Given::of(&problem);
-            given.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
+            let auxiliary = AuxiliaryInputs::of(&problem);
+            auxiliary.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
             let elements = problem.key_shape().elements().unwrap();
             // Pages of 256 positions hold few keys of short sequences.
             assert!(elements <= 32 * ELEMENTS, "{}", problem.text());

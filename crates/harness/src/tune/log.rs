@@ -26,13 +26,13 @@ pub struct Record {
     /// Milliseconds by the cost model.
     pub predicted: Option<f64>,
     /// What came of it.
-    pub fate: Fate,
+    pub fate: TrialOutcome,
 }
 
 /// How far a configuration came.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "fate", rename_all = "snake_case")]
-pub enum Fate {
+pub enum TrialOutcome {
     /// It cannot be built.
     Impossible {
         /// Why.
@@ -58,7 +58,7 @@ impl Record {
     /// Milliseconds, if it was measured.
     pub fn milliseconds(&self) -> Option<f64> {
         match self.fate {
-            Fate::Measured { milliseconds, .. } => Some(milliseconds),
+            TrialOutcome::Measured { milliseconds, .. } => Some(milliseconds),
             _ => None,
         }
     }
@@ -147,7 +147,7 @@ mod tests {
             kernel: None,
             generation,
             predicted: Some(1.5),
-            fate: Fate::Measured { milliseconds: 1.25, rounds: 3 },
+            fate: TrialOutcome::Measured { milliseconds: 1.25, rounds: 3 },
         };
         let mut log = Log::open(&path).unwrap();
         log.push(record(0)).unwrap();

@@ -29,8 +29,9 @@ pub enum Gene {
     QueryBuffers,
     /// Whether queries are multiplied from registers.
     QueryRegisters,
-    /// Whether warpgroups take turns.
-    Turns,
+    /// Whether warpgroups take turns at the tensor cores (ping-pong).
+    #[serde(rename = "turns")]
+    PingPong,
     /// Whether tiles overlap.
     OverlapTiles,
     /// Whether the body of the loop is two steps.
@@ -47,7 +48,7 @@ impl Gene {
         Gene::Stages,
         Gene::QueryBuffers,
         Gene::QueryRegisters,
-        Gene::Turns,
+        Gene::PingPong,
         Gene::OverlapTiles,
         Gene::TwoSteps,
         Gene::SlowPathApart,
@@ -61,7 +62,7 @@ impl Gene {
             Gene::Stages => "stages",
             Gene::QueryBuffers => "query buffers",
             Gene::QueryRegisters => "queries in registers",
-            Gene::Turns => "turns",
+            Gene::PingPong => "turns",
             Gene::OverlapTiles => "tiles overlap",
             Gene::TwoSteps => "two steps in the loop",
             Gene::SlowPathApart => "slow path apart",
@@ -76,7 +77,7 @@ impl Gene {
             Gene::Stages => vec![1, 2, 3, 4],
             Gene::QueryBuffers => vec![1, 2],
             Gene::QueryRegisters
-            | Gene::Turns
+            | Gene::PingPong
             | Gene::OverlapTiles
             | Gene::TwoSteps
             | Gene::SlowPathApart => vec![0, 1],
@@ -117,7 +118,7 @@ impl Genome {
             Gene::Stages => variant.stages,
             Gene::QueryBuffers => variant.query_buffers,
             Gene::QueryRegisters => u32::from(variant.query_registers),
-            Gene::Turns => u32::from(variant.turns),
+            Gene::PingPong => u32::from(variant.turns),
             Gene::OverlapTiles => u32::from(variant.overlap_tiles),
             Gene::TwoSteps => u32::from(variant.two_steps),
             Gene::SlowPathApart => u32::from(variant.slow_path_apart),
@@ -133,7 +134,7 @@ impl Genome {
             Gene::Stages => variant.stages = value,
             Gene::QueryBuffers => variant.query_buffers = value,
             Gene::QueryRegisters => variant.query_registers = value != 0,
-            Gene::Turns => variant.turns = value != 0,
+            Gene::PingPong => variant.turns = value != 0,
             Gene::OverlapTiles => variant.overlap_tiles = value != 0,
             Gene::TwoSteps => variant.two_steps = value != 0,
             Gene::SlowPathApart => variant.slow_path_apart = value != 0,
@@ -256,9 +257,9 @@ pub fn decodes(base: &Decode) -> Vec<Decode> {
     shapes.flat_map(stages).map(of).collect()
 }
 
-/// Configurations of the other families beside a given one, that can be built: the dimensions of
-/// their tables.
-pub fn beside(base: &Configuration) -> Vec<Configuration> {
+/// The configurations of other families than the forward one that differ from a configuration in
+/// the dimensions of their tables, as far as they can be built.
+pub fn neighbours(base: &Configuration) -> Vec<Configuration> {
     let all: Vec<Configuration> = match base {
         Configuration::Decode(base) => {
             let tried = |it: &Decode| it.warps.is_multiple_of(2) && it.warps <= 8 && it.blocks <= 2;
@@ -385,7 +386,7 @@ mod tests {
         let kernels = shipped(Target::SM_90A);
         for family in ["mma", "decode", "prefill", "backward-mma"] {
             let base = kernels.iter().find(|it| it.family() == family).unwrap();
-            let near = beside(base);
+            let near = neighbours(base);
             assert!(near.len() > 8 && !near.contains(base), "{family}: {}", near.len());
             assert!(near.iter().all(|it| it.family() == family));
         }
@@ -395,7 +396,7 @@ mod tests {
     #[test]
     fn the_backward_kernel_has_few_neighbours() {
         for kernel in shipped(Target::SM_90A) {
-            assert!(kernel.family() != "backward" || beside(&kernel).len() < 2, "{kernel:?}");
+            assert!(kernel.family() != "backward" || neighbours(&kernel).len() < 2, "{kernel:?}");
         }
     }
 

@@ -64,7 +64,7 @@ pub fn effects(records: &[Record]) -> Vec<Effect> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::log::Fate;
+    use super::super::log::TrialOutcome;
     use super::*;
 
     #[test]
@@ -76,18 +76,18 @@ mod tests {
             kernel: None,
             generation: 0,
             predicted: None,
-            fate: Fate::Measured { milliseconds, rounds: 1 },
+            fate: TrialOutcome::Measured { milliseconds, rounds: 1 },
         };
         let two = Genome::POOR.with(Gene::Warpgroups, 2);
         let records = [
             record(Genome::POOR, 4.0),
             record(two, 2.0),
-            record(two.with(Gene::Turns, 1), 1.0),
+            record(two.with(Gene::PingPong, 1), 1.0),
             record(two.with(Gene::KeyBlock, 64), 1.6),
         ];
         let effects = effects(&records);
         let of = |gene| effects.iter().find(|it| it.gene == gene).unwrap();
-        assert_eq!((of(Gene::Turns).speedup, of(Gene::Turns).pairs), (2.0, 1));
+        assert_eq!((of(Gene::PingPong).speedup, of(Gene::PingPong).pairs), (2.0, 1));
         assert_eq!(of(Gene::KeyBlock).change, [16, 64]);
         assert_eq!(of(Gene::KeyBlock).speedup, 1.25);
         assert_eq!(of(Gene::Warpgroups).change, [1, 2]);
