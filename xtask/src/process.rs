@@ -59,6 +59,16 @@ pub(crate) fn run_captured(mut command: Command) -> Result<CommandOutput, String
     Ok(CommandOutput { success: status.success(), stdout: String::new(), log })
 }
 
+/// Runs to the end, and prints its output if that is wanted; an error if it fails.
+pub(crate) fn run(command: Command, verbose: bool) -> Result<CommandOutput, String> {
+    let words = words(&command);
+    let done = run_captured(command)?;
+    if verbose {
+        print!("{}", done.log);
+    }
+    if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
+}
+
 /// Runs to the end, keeping standard output apart.
 pub(crate) fn run_separate_streams(mut command: Command) -> Result<CommandOutput, String> {
     let output = command.output();

@@ -6,11 +6,11 @@
 //! dist/             the wheels and the source distribution for others
 //! ```
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::{fs, io};
 
-use crate::process::{CommandOutput, program, run_captured, run_in_terminal, words};
+use crate::process::{program, run, run_captured, run_in_terminal};
 use crate::{Outcome, hub, root, tools};
 
 /// Builds wheels.
@@ -103,34 +103,26 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
     let python = test_environment()?;
     let folder = tools::folder().join("wheel");
     recreate_folder(&folder)?;
-    let run = |command: Command| -> Result<CommandOutput, String> {
-        let words = words(&command);
-        let done = run_captured(command)?;
-        if verbose {
-            print!("{}", done.log);
-        }
-        if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
-    };
     let mut build = maturin(&python, "build");
     build.arg("--quiet");
     // Built as the command line is for the checks before: what they have in common is there.
     build.args(["--release", "--compatibility", "linux", "--out"]).arg(&folder);
-    run(build)?;
+    run(build, verbose)?;
     let mut install = program(&python);
     install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     install.args(["--no-index", "--no-deps", "--force-reinstall"]).arg(built(&folder, "whl")?);
-    run(install)?;
+    run(install, verbose)?;
     let mut types = program(&python);
     types.args(["-m", "mypy", "--config-file", "pyproject.toml"]);
-    run(types)?;
+    run(types, verbose)?;
     let mut stubs = program(&python);
     stubs.args(["-m", "mypy.stubtest", "flashcore._flashcore"]);
-    run(stubs)?;
+    run(stubs, verbose)?;
     let laid = tools::folder().join("hub");
     hub::lay_out(&python, &built(&folder, "whl")?, &laid)?;
     let mut tests = program(&python);
     tests.args(["-m", "pytest", "--quiet", "-rs"]).env("FLASHCORE_HUB", laid);
-    let summary = Summary::of(&run(tests)?.log);
+    let summary = Summary::of(&run(tests, verbose)?.log);
     match summary.skipped.iter().find(|(reason, _)| reason.contains("could not import")) {
         // All of them were installed.
         Some((reason, count)) => Err(format!("{count} tests of Python were skipped: {reason}")),
@@ -214,13 +206,11 @@ fn maturin(python: &Path, command: &str) -> Command {
     maturin
 }
 
+/// Makes a folder that is empty, whatever was there.
 pub(crate) fn recreate_folder(folder: &Path) -> Result<(), String> {
-    let failed = |error: io::Error| format!("cannot empty {}: {error}", folder.display());
-    match fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-        _ => {}
-    }
-    fs::create_dir_all(folder).map_err(failed)
+    tools::remove(folder)?;
+    fs::create_dir_all(folder)
+        .map_err(|error| format!("cannot create {}: {error}", folder.display()))
 }
 
 /// The one file of its kind in a folder.

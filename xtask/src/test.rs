@@ -17,7 +17,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Instant;
 
-use crate::process::{self, CommandOutput, cargo, program};
+use crate::process::{self, cargo, program, run};
 use crate::table::table;
 use crate::{Outcome, outside, python, root, target, tools};
 
@@ -224,15 +224,6 @@ fn flashcore(arguments: &[&str], verbose: bool) -> Finding {
         print!("{}", done.log);
     }
     if done.success { Ok(done.stdout) } else { Err(format!("{words}\n{}", done.log)) }
-}
-
-fn run(command: Command, verbose: bool) -> Result<CommandOutput, String> {
-    let words = process::words(&command);
-    let done = process::run_captured(command)?;
-    if verbose {
-        print!("{}", done.log);
-    }
-    if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
 }
 
 /// Installs a part of the Rust toolchain that minimal installations lack.

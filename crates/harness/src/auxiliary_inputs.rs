@@ -28,6 +28,13 @@ pub fn tensor_bytes(problem: &Problem) -> Option<[usize; 5]> {
     ])
 }
 
+/// [`tensor_bytes`], none of which may be zero.
+pub(crate) fn nonzero_tensor_bytes(problem: &Problem) -> Result<[usize; 5], Error> {
+    let bytes = tensor_bytes(problem).filter(|bytes| bytes.iter().all(|it| *it > 0));
+    let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
+    bytes.ok_or_else(refused)
+}
+
 /// The inputs of a problem besides query, key and value.
 #[derive(Debug, Clone)]
 pub struct AuxiliaryInputs {
@@ -243,9 +250,7 @@ impl Draw {
     /// suffice.
     fn table(&mut self, count: usize, below: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..below as u32).collect();
-        for index in (1..order.len()).rev() {
-            order.swap(index, self.random.below(index + 1));
-        }
+        self.random.shuffle(&mut order);
         order.into_iter().cycle().take(count).collect()
     }
 }

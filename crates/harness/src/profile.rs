@@ -18,7 +18,7 @@ use sim::{Argument, Options, Policy, Trace};
 use testing::scene::Call;
 
 use crate::Error;
-use crate::auxiliary_inputs::{AuxiliaryInputs, tensor_bytes};
+use crate::auxiliary_inputs::{AuxiliaryInputs, nonzero_tensor_bytes};
 use crate::bench::{Candidate, Pool};
 use crate::statistics::median;
 use crate::subject::{
@@ -171,9 +171,7 @@ impl CallTimer {
     /// Random inputs; the output and log-sum-exps that a backward pass reads come from our forward pass.
     pub(crate) fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, Error> {
         let mut pool = Pool::new(0);
-        let bytes = tensor_bytes(problem).filter(|all| all.iter().all(|bytes| *bytes > 0));
-        let empty = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-        let mut bytes = bytes.ok_or_else(empty)?.to_vec();
+        let mut bytes = nonzero_tensor_bytes(problem)?.to_vec();
         if problem.pass == Pass::Backward {
             bytes.extend([bytes[3], bytes[0], bytes[1], bytes[2]]);
         }

@@ -19,12 +19,20 @@ const OPERATIONS: f64 = 1e9;
 /// Output elements of a reference: half a gigabyte of f64 for reference and baseline.
 const ELEMENTS: usize = 1 << 25;
 
-/// Tensors from the bytes of contiguous memory.
+/// A tensor from the bytes of contiguous memory.
+pub(crate) fn tensor(dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor, Error> {
+    let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
+    Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
+}
+
+/// The f32 numbers of some bytes.
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (words, _) = bytes.as_chunks::<4>();
+    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
+/// The inputs of a problem from the bytes of contiguous memory.
 pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Error> {
-    let tensor = |dtype: DType, shape: Shape, bytes: &[u8]| -> Result<Tensor, Error> {
-        let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
-        Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
-    };
     let types = problem.dtypes;
     Ok(InputTensors {
         query: tensor(types.query, problem.query_shape(), bytes[0])?,
@@ -109,12 +117,8 @@ impl ExpectedOutput {
 
     /// Judges an output and its log-sum-exps. The error names what is wrong.
     pub fn judge(&self, output: &[u8], lse: &[u8]) -> Result<Verdict, OutputError> {
-        let lse: Vec<f32> = (lse.chunks_exact(4))
-            .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
-        let layout = Layout::contiguous(self.problem.output_shape());
-        let dtype = self.problem.dtypes.output;
-        let tensor = layout.and_then(|it| Tensor::from_bytes(dtype, it, output));
+        let lse = floats(lse);
+        let tensor = tensor(self.problem.dtypes.output, self.problem.output_shape(), output);
         let tensor = tensor.map_err(|error| OutputError::Shape(error.to_string()))?;
         if self.finite {
             let values = tensor.elements();
@@ -148,10 +152,7 @@ impl ExpectedOutput {
                     compare_tensors(problem, &output, &lse, reference, baseline)?
                 }
             };
-            let badness = |it: &Verdict| {
-                let share = it.output.max_error / it.output.tolerance.max(f64::MIN_POSITIVE);
-                (!it.passed, share)
-            };
+            let badness = |it: &Verdict| (!it.passed, it.output.tolerance_used());
             worst = Some(match worst {
                 Some(before) => {
                     let rows = before.rows + verdict.rows;
@@ -206,10 +207,7 @@ impl ExpectedOutput {
 fn sample(sequences: &Sequences, seed: u64) -> Vec<usize> {
     let mut all: Vec<usize> =
         (0..sequences.len()).filter(|it| sequences.queries().length(*it) > 0).collect();
-    let mut random = Random::new(seed);
-    for index in (1..all.len()).rev() {
-        all.swap(index, random.below(index + 1));
-    }
+    Random::new(seed).shuffle(&mut all);
     let longest = all.iter().copied().max_by_key(|it| sequences.keys().length(*it));
     let ends = [all.iter().copied().min(), all.iter().copied().max(), longest];
     let mut order: Vec<usize> = ends.into_iter().flatten().chain(all).collect();

@@ -287,9 +287,7 @@ fn shuffled(paged: &Problem, auxiliary: AuxiliaryInputs) -> Result<AuxiliaryInpu
     let mut random = Random::new(size as u64);
     let mut table: Vec<u32> = (0..(paged.batch * columns) as u32).collect();
     for row in table.chunks_exact_mut(columns.max(1)) {
-        for index in (1..row.len()).rev() {
-            row.swap(index, random.below(index + 1));
-        }
+        random.shuffle(row);
     }
     let pages = Pages::new(size, columns, table).map_err(|error| error.to_string())?;
     // The same factors in the same memory, in the shape of pages.

@@ -7,7 +7,7 @@ use flashcore::{DTypes, Problem};
 use testing::Verdict;
 
 use super::{Candidate, Observer, Options, Pool};
-use crate::auxiliary_inputs::{AuxiliaryInputs, tensor_bytes};
+use crate::auxiliary_inputs::{AuxiliaryInputs, nonzero_tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
 use crate::subject::{Addresses, Call, Flush, Planned, TensorRole};
@@ -73,8 +73,9 @@ impl PreparedCandidate {
         inputs: &[Buffer; 3],
     ) -> Result<Self, Error> {
         let mut plan = candidate.ready(gpu, problem)?;
-        let [.., output, lse] = bytes(problem)?;
-        let (output, lse) = (Buffer::new(gpu.device(), output)?, Buffer::new(gpu.device(), lse)?);
+        let [.., output, lse] = nonzero_tensor_bytes(problem)?;
+        let buffer = |bytes: usize| Buffer::new(gpu.device(), bytes as u64);
+        let (output, lse) = (buffer(output)?, buffer(lse)?);
         let [query, key, value] = inputs.each_ref().map(Buffer::address);
         let mut addresses = [DeviceAddress(0); TensorRole::COUNT];
         addresses[..5].copy_from_slice(&[query, key, value, output.address(), lse.address()]);
@@ -121,13 +122,6 @@ impl PreparedCandidate {
     }
 }
 
-/// The bytes of the five tensors of a call, none of which is empty.
-fn bytes(problem: &Problem) -> Result<[u64; 5], Error> {
-    let bytes = tensor_bytes(problem).filter(|bytes| bytes.iter().all(|it| *it > 0));
-    let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-    Ok(bytes.ok_or_else(refused)?.map(|it| it as u64))
-}
-
 /// Times candidates on a problem: its inputs on the device, and what changes and flushes them.
 #[derive(Debug)]
 pub struct CandidateTimer {
@@ -145,8 +139,13 @@ type CandidateSamples = (Vec<f64>, Option<Result<Verdict, String>>);
 impl CandidateTimer {
     /// For a problem.
     pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
-        let [query, key, value, ..] = bytes(problem)?.map(|it| Buffer::new(gpu.device(), it));
-        Ok(CandidateTimer { inputs: [query?, key?, value?], flush: Flush::new(gpu)?, pool })
+        let [query, key, value, ..] = nonzero_tensor_bytes(problem)?;
+        let buffer = |bytes: usize| Buffer::new(gpu.device(), bytes as u64);
+        Ok(CandidateTimer {
+            inputs: [buffer(query)?, buffer(key)?, buffer(value)?],
+            flush: Flush::new(gpu)?,
+            pool,
+        })
     }
 
     /// Milliseconds of candidates, all of which must serve the problem, round by round.

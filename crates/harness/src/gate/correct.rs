@@ -384,9 +384,7 @@ pub(super) fn judge(
     let known = expected.expected_lse(lse.len());
     let lse = if contract.lse { lse } else { &known };
     match expected.judge(output, lse) {
-        Ok(verdict) => {
-            Ok(verdict.output.max_error / verdict.output.tolerance.max(f64::MIN_POSITIVE))
-        }
+        Ok(verdict) => Ok(verdict.output.tolerance_used()),
         Err(OutputError::Unwritten { unwritten, values }) => Err((
             Rule::Unwritten,
             format!("{unwritten} of {values} values were never written or are NaN"),

@@ -31,6 +31,46 @@ pub struct SpeedRequirement {
     pub peak_tflops: Option<f64>,
 }
 
+impl SpeedRequirement {
+    /// Rejects milliseconds in which the hardware cannot do the operations of visible scores.
+    pub(super) fn check_roofline(
+        &self,
+        visible_flops: f64,
+        milliseconds: f64,
+    ) -> Result<(), Rejection> {
+        let speed = visible_flops / milliseconds / 1e9;
+        match self.peak_tflops.filter(|peak| speed > *peak) {
+            None => Ok(()),
+            Some(peak) => {
+                let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
+                Err((Rule::AboveRoofline, reason))
+            }
+        }
+    }
+
+    /// Compares a kernel's samples with those of the baseline, and says how fast it is by the
+    /// published count of operations.
+    pub(super) fn compare(
+        &self,
+        own: &[f64],
+        others: &[f64],
+        baseline: &str,
+        flops: f64,
+    ) -> Result<String, Rejection> {
+        let Difference { ratio, noise } = Difference::between(own, others);
+        let text = format!(
+            "{ratio:.3} times the speed of {baseline}, within {:.1} %: {:.0} TFLOP/s on {}",
+            100.0 * noise,
+            flops / median(own) / 1e9,
+            self.problem
+        );
+        match ratio < self.at_least && (self.at_least / ratio).ln() > noise {
+            true => Err((Rule::Slow, format!("{text}; {:.3} is asked", self.at_least))),
+            false => Ok(text),
+        }
+    }
+}
+
 /// The least time of a call on contents seen before, as a share of the time on new ones. Caches are
 /// flushed, so there is no honest reason to be faster at all.
 const SEEN: f64 = 0.7;
@@ -177,13 +217,8 @@ fn time(
         }
     }
     let usual = median(&own);
-    if let Some(peak) = requirement.peak_tflops {
-        let speed = auxiliary.flops(problem, Problem::visible_flops) / usual / 1e9;
-        if speed > peak {
-            let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
-            return Err((Rule::AboveRoofline, reason));
-        }
-    }
+    let visible_flops = auxiliary.flops(problem, Problem::visible_flops);
+    requirement.check_roofline(visible_flops, usual)?;
     let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Rejection> {
         let mut samples = Vec::new();
         for index in 0..4 {
@@ -217,16 +252,7 @@ fn time(
             return Err((Rule::SkipsConstants, reason));
         }
     }
-    let Difference { ratio, noise } = Difference::between(&own, &others);
-    let text = format!(
-        "{ratio:.3} times the speed of {other}, within {:.1} %: {:.0} TFLOP/s on {problem}",
-        100.0 * noise,
-        auxiliary.flops(problem, Problem::flops) / usual / 1e9
-    );
-    if ratio < requirement.at_least && (requirement.at_least / ratio).ln() > noise {
-        return Err((Rule::Slow, format!("{text}; {:.3} is asked", requirement.at_least)));
-    }
-    Ok(text)
+    requirement.compare(&own, &others, &other, auxiliary.flops(problem, Problem::flops))
 }
 
 /// Rotates the contents of tensors: contents that were never there, without drawing every number

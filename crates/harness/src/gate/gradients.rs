@@ -12,7 +12,7 @@ use testing::check::ExpectedGradients;
 use super::{Contract, Outcome, Rejection, Rule, SpeedRequirement, failed};
 use crate::bench::Candidate;
 use crate::profile::CallTimer;
-use crate::statistics::{Difference, median};
+use crate::statistics::median;
 use crate::{Error, open_gpu};
 
 /// Runs every case of a contract. `salt` makes the contents new from run to run.
@@ -43,7 +43,7 @@ fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String,
             return Err((rule, format!("{case}: {outcome}")));
         }
         for (_, it) in &outcome.verdict.comparisons {
-            used = used.max(it.max_error / it.tolerance.max(f64::MIN_POSITIVE));
+            used = used.max(it.tolerance_used());
         }
     }
     Ok(format!(
@@ -88,25 +88,8 @@ fn time(
         }
     }
     let [own, others] = &samples;
-    let speed = |flops: f64| flops / median(own) / 1e9;
-    if let Some(peak) = requirement.peak_tflops
-        && speed(problem.visible_flops()) > peak
-    {
-        let found = speed(problem.visible_flops());
-        let reason = format!("{found:.0} TFLOP/s, and the hardware has {peak:.0}");
-        return Err((Rule::AboveRoofline, reason));
-    }
-    let Difference { ratio, noise } = Difference::between(own, others);
-    let text = format!(
-        "{ratio:.3} times the speed of {}, within {:.1} %: {:.0} TFLOP/s on {problem}",
-        baseline.name,
-        100.0 * noise,
-        speed(problem.flops())
-    );
-    match ratio < requirement.at_least && (requirement.at_least / ratio).ln() > noise {
-        true => Err((Rule::Slow, format!("{text}; {:.3} is asked", requirement.at_least))),
-        false => Ok(text),
-    }
+    requirement.check_roofline(problem.visible_flops(), median(own))?;
+    requirement.compare(own, others, &baseline.name, problem.flops())
 }
 
 /// Launches one call on random tensors and nothing else, for profilers.

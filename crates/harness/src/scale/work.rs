@@ -62,7 +62,7 @@ pub(super) fn stages(
     if pass == Pass::Backward {
         stages.push(Stage::transfer(keys(compute.len().saturating_sub(1))));
         let sums = gradients(problem, distribution, rank, &steps).map(|it| it.traffic());
-        stages.push(Stage { compute: copy_milliseconds(sums.iter().sum()), transfer: 0.0 });
+        stages.push(Stage::compute(copy_milliseconds(sums.iter().sum())));
     }
     stages.push(Stage::transfer(to_rows));
     stages.retain(|it| *it != Stage::default());

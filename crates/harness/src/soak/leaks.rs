@@ -15,7 +15,7 @@ pub struct ResourceUsage {
 
 impl ResourceUsage {
     /// The current usage; None if the system does not report it.
-    pub fn now() -> Option<Self> {
+    pub(super) fn now() -> Option<Self> {
         let status = fs::read_to_string("/proc/self/status").ok()?;
         let line = status.lines().find(|line| line.starts_with("VmRSS:"))?;
         let kilobytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
@@ -35,7 +35,7 @@ const LEAST: usize = 16;
 
 /// Samples of the process's resources from the beginning to the end of a soak.
 #[derive(Debug, Default)]
-pub struct LeakDetector {
+pub(super) struct LeakDetector {
     samples: Vec<ResourceUsage>,
 }
 
@@ -54,12 +54,12 @@ pub struct UsageReport {
 
 impl LeakDetector {
     /// Records what is held now.
-    pub fn sample(&mut self) {
+    pub(super) fn sample(&mut self) {
         self.samples.extend(ResourceUsage::now());
     }
 
     /// Sums the samples up; None if the system does not report resources.
-    pub fn report(&self) -> Option<UsageReport> {
+    pub(super) fn report(&self) -> Option<UsageReport> {
         let start = *self.samples.first()?;
         let count = self.samples.len();
         // The least of a quarter: what was taken for a moment does not count.

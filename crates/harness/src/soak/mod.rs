@@ -25,26 +25,25 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use flashcore::serving::Sequences;
-use flashcore::{
-    Backward, DType, InputTensors, Inputs, Layout, Pass, Problem, Progress, Shape, Tensor,
-};
+use flashcore::{Backward, DType, InputTensors, Inputs, Pass, Problem, Progress, Tensor};
 use serde::Serialize;
 use testing::compare_gradients;
 use testing::reference::{self, Heads};
 use testing::verdict::GradientsToJudge;
 
-pub use case::Case;
 pub use fault::{Fault, FaultReport};
-pub use leaks::{LeakDetector, ResourceUsage, UsageReport};
+pub use leaks::{ResourceUsage, UsageReport};
 
+use self::case::Case;
 use self::device::is_out_of_memory;
 use self::fault::FaultInjector;
+use self::leaks::LeakDetector;
 use self::session::{Answer as SessionAnswer, PassInputs, Session, Texts, lock};
 use self::shortage::Shortage;
 use crate::Error;
 use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::statistics::Random;
-use crate::verify::ExpectedOutput;
+use crate::verify::{ExpectedOutput, floats, tensor};
 
 /// Options of a soak.
 #[derive(Debug, Clone)]
@@ -459,17 +458,6 @@ fn judge_gradients(
     let verdict = compare_gradients(problem, inputs, found, &exact, &baseline);
     let verdict = verdict.map_err(flashcore::Error::from)?;
     Ok(if verdict.passed { Ok(rows) } else { Err(verdict.to_string()) })
-}
-
-/// A tensor of the bytes of contiguous memory.
-fn tensor(dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor, Error> {
-    let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
-    Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
-}
-
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    let (words, _) = bytes.as_chunks::<4>();
-    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
 }
 
 /// Loses the device context and checks the error that every later use gets.
