@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use crate::{root, target};
 
-/// What a program did.
+/// The exit status and output of a program.
 pub(crate) struct CommandOutput {
     pub(crate) success: bool,
     /// Standard output alone.

@@ -79,7 +79,7 @@ fn components(tree: &str, checksums: &BTreeMap<(String, String), String>) -> Vec
     components
 }
 
-/// The first component is what the others go into.
+/// The first component contains the others.
 fn cyclonedx(components: &[Component]) -> String {
     let written = components.iter().enumerate().map(|(index, component)| {
         let Component { name, version, licence, checksum } = component;

@@ -112,21 +112,21 @@ fn runtime(libraries: &Path, folder: &Path) -> Result<PathBuf, String> {
     Ok(library)
 }
 
-/// A target of its own, so that nothing but the extension is built with it: build scripts and macros run as
-/// they are.
+/// Builds the extension with AddressSanitizer. The explicit target keeps it out of build scripts and
+/// procedural macros.
 fn build(folder: &Path, host: &str) -> Command {
     let mut command = program("cargo");
     command.args(["build", "--release", "--package", "flashcore-python"]);
     command.args(["--target", host, "--target-dir"]).arg(folder);
-    // Sanitizers are no part of the stable language, and in every compiler.
+    // Sanitizers are unstable, but every compiler has them.
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
-    // The lines of what is reported.
+    // Line numbers in reports.
     command.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only");
     command.env("CARGO_PROFILE_RELEASE_STRIP", "none");
     command
 }
 
-/// The package's own files.
+/// Copies the Python files of a folder and those below it.
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("cannot copy {}: {error}", from.display());
     fs::create_dir_all(to).map_err(failed)?;

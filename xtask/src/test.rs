@@ -33,7 +33,7 @@ struct Check {
     parallel: bool,
 }
 
-/// What became of a check.
+/// The result of a check that was run.
 struct Checked {
     name: &'static str,
     finding: Finding,

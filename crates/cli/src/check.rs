@@ -340,14 +340,14 @@ const CPU_OPERATIONS: f64 = 6e7;
 /// Back end, kernel, case and what came of it.
 type CheckedCase = (&'static str, String, String, Result<CaseResult, flashcore::Error>);
 
-/// A case's result, as a line shows it.
+/// The result of a case.
 struct CaseResult {
     passed: bool,
     max_error: f64,
     mean_error: f64,
     lse_max_error: Option<f64>,
     tolerance_used: f64,
-    /// All of it in words.
+    /// The result as text.
     text: String,
 }
 

@@ -101,7 +101,7 @@ struct Json<'a> {
     kernels: &'a [Judgement],
 }
 
-/// What is judged.
+/// The kernel that the gate judges.
 enum KernelUnderTest {
     Own(Box<OwnKernel>),
     Foreign(Box<ForeignKernel>),

@@ -138,7 +138,7 @@ impl Report {
         terminal::table(&["policy", "seeds passed", "max error", "of tolerance"], &rows)
     }
 
-    /// A column for each policy that has something to tell.
+    /// A column for each policy with results.
     fn describe_counts(&self) -> String {
         let lines: Vec<&Line> =
             self.policies.iter().filter(|line| !line.counts.is_empty()).collect();

@@ -1,4 +1,4 @@
-//! One page with everything, that needs nothing else: mail it.
+//! The report as one self-contained HTML page.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! Results as data, as a page with plots, and two of them compared.
+//! Results of benchmarks: as data, as an HTML page with plots, and the comparison of two runs.
 
 pub mod chart;
 pub mod compare;
@@ -23,9 +23,9 @@ const STEP: &str = ",step";
 pub struct Results {
     /// The form of this file; see [`Results::FORM`].
     pub form: u32,
-    /// On what, with what and when.
+    /// Machine, versions and date.
     pub provenance: Provenance,
-    /// How.
+    /// How it was measured.
     pub method: Method,
     /// Every candidate, in the order in which they are shown.
     pub candidates: Vec<CandidateNote>,
@@ -48,18 +48,18 @@ pub struct Method {
     pub seconds: f64,
 }
 
-/// Who takes part.
+/// A candidate of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CandidateNote {
     /// Its name.
     pub name: String,
-    /// Whether it is somebody else's.
+    /// Whether it is a peer's, not ours.
     pub peer: bool,
     /// What it is.
     pub about: String,
 }
 
-/// One problem and how everyone did.
+/// One problem, and the measurements of all candidates.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
     /// The problem as its text.
@@ -72,10 +72,10 @@ pub struct Cell {
     pub measurements: Vec<Measurement>,
 }
 
-/// How one candidate did on one problem.
+/// The measurement of one candidate on one problem.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
-    /// Who.
+    /// The candidate's name.
     pub candidate: String,
     /// Whether the second-level cache was flushed before each call.
     pub cache: Cache,
@@ -85,7 +85,7 @@ pub struct Measurement {
     pub ptx: Option<String>,
     /// Milliseconds of one call, by round; empty if it was refused.
     pub samples: Vec<f64>,
-    /// What the samples come to.
+    /// The summary of the samples.
     pub summary: Option<Summary>,
     /// Whether the output of a timed call, chosen at random, was right.
     pub right: Option<bool>,
@@ -204,7 +204,7 @@ pub struct Ratio {
     pub peer: String,
     /// Its time over ours.
     pub ratio: f64,
-    /// What the ratio may be off by.
+    /// The noise of the ratio.
     pub noise: f64,
 }
 
@@ -248,7 +248,7 @@ impl Cell {
 }
 
 impl Measurement {
-    /// Samples and what they come to.
+    /// A measurement from samples.
     pub fn new(candidate: &str, cache: Cache, samples: Vec<f64>) -> Self {
         Measurement {
             candidate: candidate.to_owned(),
@@ -274,7 +274,7 @@ impl Measurement {
     }
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file atomically.
 pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     let what = || format!("cannot write {}", path.display());
     let mut beside = path.as_os_str().to_owned();

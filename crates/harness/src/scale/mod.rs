@@ -2,10 +2,10 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | [`times`] | what kernels take on one GPU: measured, and in between |
-//! | [`links`] | what it takes to send over links |
-//! | [`overlap`] | communication behind computation |
-//! | `work` | what a rank computes, sends and keeps |
+//! | [`times`] | kernel times on one GPU: measured, and interpolated |
+//! | [`links`] | transfer times over links |
+//! | [`overlap`] | overlap of communication and computation |
+//! | `work` | the computation, transfers and memory of a rank |
 //! | `plot` | predictions as a drawing |
 //! | this one | predictions, and which variant to use |
 //!
@@ -41,7 +41,7 @@ const TIE_TOLERANCE: f64 = 0.02;
 /// same work, and under a window those in the middle do.
 const SIMULATED_RANKS: usize = 6;
 
-/// What is predicted from.
+/// The assumptions of a prediction.
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// Kernel times.
@@ -54,16 +54,16 @@ pub struct Setting {
     pub backward: bool,
 }
 
-/// How the work is spread.
+/// How attention is distributed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
-    /// Keys and values travel, one rank's after the other.
+    /// Keys and values are passed around a ring.
     Ring,
-    /// Everybody gets all keys and values.
+    /// Every rank gathers all keys and values.
     AllGather,
-    /// Heads are exchanged for rows.
+    /// An all-to-all exchanges heads for rows (Ulysses).
     AllToAll,
-    /// Heads are exchanged between nodes, keys travel within.
+    /// All-to-all between nodes, ring within a node.
     Hybrid,
 }
 
@@ -105,7 +105,7 @@ impl Serialize for Variant {
     }
 }
 
-/// What a variant comes to, for the slowest rank.
+/// The prediction for a variant, of the slowest rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Prediction {
     /// The problem, over all ranks.
@@ -114,11 +114,11 @@ pub struct Prediction {
     pub ranks: usize,
     /// How the work is spread.
     pub variant: Variant,
-    /// Between how many groups of ranks heads are exchanged; keys travel within one.
+    /// The number of groups of ranks that exchange heads; keys are exchanged within a group.
     pub groups: usize,
     /// The forward pass.
     pub forward: PassTime,
-    /// Gradients, where they are asked for.
+    /// The backward pass, if it is predicted.
     pub backward: Option<PassTime>,
     /// Both.
     #[serde(rename = "total_ms")]
@@ -127,11 +127,11 @@ pub struct Prediction {
     pub overlap: f64,
     /// One GPU's time over that of all ranks together.
     pub efficiency: f64,
-    /// What a rank sends.
+    /// Bytes that a rank sends.
     pub sent_bytes: u64,
-    /// What a rank needs at its peak.
+    /// Peak memory of a rank, in bytes.
     pub memory_bytes: u64,
-    /// Whether a GPU has as much.
+    /// Whether that fits into a GPU's memory.
     pub fits: bool,
 }
 
@@ -162,13 +162,13 @@ pub struct Choice {
     pub problem: String,
     /// How many ranks there are.
     pub ranks: usize,
-    /// The variant; nothing where none is possible.
+    /// The variant; None if none is possible.
     pub variant: Option<Variant>,
     /// Why.
     pub reason: String,
 }
 
-/// An error if a problem is none that is spread over ranks.
+/// Checks that a problem can be distributed over ranks.
 pub fn check(problem: &Problem, ranks: usize) -> Result<(), Error> {
     let refuse = |reason: String| Err(Error::Impossible(reason));
     problem.validate().map_err(flashcore::Error::from)?;
@@ -227,8 +227,8 @@ fn distribute(
         .map_err(|error| error.to_string())
 }
 
-/// Between how many groups of whole nodes heads are exchanged: as many as there are nodes, or as many as
-/// heads can be shared out to.
+/// The number of groups of whole nodes that exchange heads: the largest one that divides both the
+/// nodes and the heads.
 fn groups(heads: usize, ranks: usize, node: usize) -> Result<usize, String> {
     let nodes = ranks / node;
     if nodes < 2 || !ranks.is_multiple_of(node) {
@@ -239,7 +239,7 @@ fn groups(heads: usize, ranks: usize, node: usize) -> Result<usize, String> {
     most.ok_or_else(|| format!("{heads} heads cannot be shared out to some of {nodes} nodes"))
 }
 
-/// Predicts one variant. The reason comes back, where it cannot be.
+/// Predicts one variant, or returns why it is not possible.
 pub fn predict(
     setting: &Setting,
     problem: &Problem,
@@ -291,13 +291,13 @@ pub fn predict(
     }))
 }
 
-/// Some ranks, the first, the last and those in the middle among them.
+/// Evenly spaced ranks, with the first and the last.
 fn simulated_ranks(ranks: usize) -> impl Iterator<Item = usize> {
     let count = ranks.min(SIMULATED_RANKS);
     (0..count).map(move |index| index * (ranks - 1) / (count - 1).max(1))
 }
 
-/// Which of the variants of one problem over as many ranks to use, and why.
+/// Chooses one of the variants of a problem over a number of ranks.
 pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Choice {
     let choice = |variant, reason| Choice { problem: problem.text(), ranks, variant, reason };
     let mut fitting: Vec<&Prediction> = predictions.iter().filter(|it| it.fits).collect();

@@ -10,43 +10,43 @@
 
 use serde::Serialize;
 
-/// What goes on at the same time, in milliseconds.
+/// Computation and transfer that overlap, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Stage {
-    /// Kernels.
+    /// Time of the kernels.
     pub compute: f64,
-    /// Links.
+    /// Time of the transfers.
     pub transfer: f64,
 }
 
 impl Stage {
-    /// Kernels alone.
+    /// A stage without transfers.
     pub fn compute(compute: f64) -> Self {
         Stage { compute, transfer: 0.0 }
     }
 
-    /// Links alone.
+    /// A stage without kernels.
     pub fn transfer(transfer: f64) -> Self {
         Stage { compute: 0.0, transfer }
     }
 }
 
-/// What stages come to, in milliseconds.
+/// The time of a pass, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct PassTime {
-    /// From the first to the last.
+    /// From the beginning of the first stage to the end of the last.
     #[serde(rename = "total_ms")]
     pub total: f64,
-    /// Of it, kernels.
+    /// Time of the kernels.
     #[serde(rename = "compute_ms")]
     pub compute: f64,
-    /// Links, whether or not a kernel runs at the same time.
+    /// Time of the transfers, overlapped or not.
     #[serde(rename = "transfer_ms")]
     pub transfer: f64,
 }
 
 impl PassTime {
-    /// Of stages one after the other.
+    /// Adds up stages.
     pub fn of(stages: &[Stage]) -> Self {
         let mut span = PassTime::default();
         for stage in stages {
@@ -57,17 +57,17 @@ impl PassTime {
         span
     }
 
-    /// The share of the transfers that kernels hide; all of none.
+    /// The share of the transfers that kernels hide; 1 if there are none.
     pub fn overlap(&self) -> f64 {
         match self.transfer > 0.0 {
-            // Rounding may leave a little less than nothing.
+            // Rounding may make the difference slightly negative.
             true => (1.0 - (self.total - self.compute) / self.transfer).max(0.0),
             false => 1.0,
         }
     }
 }
 
-/// Ranks, one event after the other: what [`PassTime::of`] is checked with. Nothing is shared with it.
+/// An event simulation of ranks, which [`PassTime::of`] is tested against; they share no code.
 #[cfg(test)]
 pub(super) mod events {
     use std::cmp::Reverse;

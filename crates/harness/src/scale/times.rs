@@ -103,12 +103,12 @@ struct Work {
     rows: f64,
     /// The mean number of keys that a row sees.
     keys: f64,
-    /// Tiles for each multiprocessor: waves.
+    /// Waves: tiles for each multiprocessor.
     waves: f64,
     /// The factor by which idle multiprocessors and padding rows lengthen the ideal time.
     idle: f64,
-    /// Rows of the longest tile, were every multiprocessor to have one, and what they see. Where tiles are
-    /// alike it takes no longer than the others.
+    /// The rows of a wave of the longest tiles, and the keys that such a row sees. None if all tiles
+    /// take equally long.
     longest: Option<[f64; 2]>,
 }
 
@@ -137,13 +137,14 @@ impl Work {
         }
         let window = mask.left.zip(mask.right).map(|(left, right)| left.saturating_add(right));
         let seen = window.map_or(others, |window| others.min(window.saturating_add(1))) as f64;
-        // A row sees its own key beyond what tiles are cut by; and what divides has no rest.
+        // Half a key less, since a row also sees its own position; the small number keeps exact
+        // multiples from being rounded up.
         let pairs = waves * (keys - 0.5) / seen - 1e-9;
         let idle = if in_pairs(problem) && pairs >= 1.0 { pairs.ceil() / pairs } else { 1.0 };
         Work { rows, keys, waves, idle, longest: Some([wave_rows, seen]) }
     }
 
-    /// Milliseconds, by those of a row over what it sees.
+    /// Milliseconds, from a curve of the milliseconds of a row over its visible keys.
     fn milliseconds(&self, curve: &[[f64; 2]]) -> f64 {
         let balanced = self.idle * self.rows * interpolate(curve, self.keys);
         let longest = self.longest.map_or(0.0, |[rows, keys]| rows * interpolate(curve, keys));
@@ -315,23 +316,23 @@ impl Times {
         Ok(fixed + Work::of(problem, self.multiprocessors).milliseconds(&points))
     }
 
-    /// What the smallest call of a kind takes; nothing where none is small.
+    /// The time of the smallest call of a kind; 0 if no small call was measured.
     fn smallest(&self, kind: Kind) -> f64 {
         let small = |it: &&Measured| it.problem.rows() <= SMALLEST && Kind::of(&it.problem) == kind;
         let times = self.measured.iter().filter(small).map(|it| it.milliseconds);
         times.reduce(f64::min).unwrap_or(0.0)
     }
 
-    /// Whether a problem is one of those that curves are made of: as many keys as queries, as many heads of
-    /// them, and enough tiles for all multiprocessors.
+    /// Whether a problem is a point of a curve: as many keys and key heads as queries and query heads,
+    /// and enough waves.
     fn is_on_curve(&self, problem: &Problem) -> bool {
         let Problem { query_heads, kv_heads, query_length, key_length, .. } = *problem;
         (query_heads, query_length) == (kv_heads, key_length)
             && Work::of(problem, self.multiprocessors).waves >= MIN_WAVES
     }
 
-    /// Keys that a row sees, and milliseconds of a row, in order: of problems like this one, and with tiles as
-    /// tall as its own where some are.
+    /// The curve for a problem: visible keys and milliseconds of a row, sorted. Taken from problems of
+    /// the same kind, and of the same tile height if there are any.
     fn curve(&self, like: &Problem, fixed: f64) -> Vec<[f64; 2]> {
         let kind = Kind::of(like);
         let alike = |it: &&Measured| Kind::of(&it.problem) == kind && self.is_on_curve(&it.problem);
@@ -370,7 +371,7 @@ impl Times {
     }
 }
 
-/// The value at a place of the line through points; beyond the last one, of that through it and zero.
+/// Linear interpolation between points; beyond the last one, along the line through it and zero.
 fn interpolate(points: &[[f64; 2]], at: f64) -> f64 {
     let through = |[x0, y0]: [f64; 2], [x1, y1]: [f64; 2]| y0 + (y1 - y0) * (at - x0) / (x1 - x0);
     let from_zero = |point| through([0.0, 0.0], point);

@@ -142,7 +142,7 @@ fn outputs(problem: &Problem, distribution: &Distribution, rank: usize, steps: &
     }
 }
 
-/// The parts of the gradients of queries, and of own keys and values, which come from those who see them.
+/// The partial dQ, and the partial dK and dV of own keys, which other ranks send.
 fn gradients(
     problem: &Problem,
     distribution: &Distribution,
@@ -215,7 +215,7 @@ fn exchanges(
     pass: Pass,
 ) -> [f64; 2] {
     let (node, member) = distribution.place(rank);
-    // Rows of one rank, with the heads of another's node: all that goes is of this form.
+    // Every message holds the rows of one rank and the heads of another's node.
     let one_way = |from_here: bool, wide: bool| {
         let (mut traffic, mut copied) = (Traffic::default(), 0);
         for other in (0..distribution.nodes()).filter(|it| *it != node) {
@@ -234,7 +234,7 @@ fn exchanges(
         }
         [setting.cluster.milliseconds(&traffic), copy_milliseconds(copied)]
     };
-    // Messages are put together before, and taken apart after.
+    // Messages are packed before, and unpacked after.
     let both = |wide| {
         let ([sent, packed], [received, unpacked]) = (one_way(true, wide), one_way(false, wide));
         sent.max(received) + packed + unpacked
@@ -271,9 +271,9 @@ pub(super) fn memory(
         step.receive.iter().map(|it| self::bytes(problem, distribution, rank, it)).sum()
     };
     let most: u64 = steps.iter().map(received).max().unwrap_or(0);
-    // Keys that are used, those that come, and those that go; then gradients that are computed and those that
-    // go, for those that come are parts of sums. What an all-gather gets is put in order beside it, and gradients
-    // leave from a copy.
+    // Buffers of a ring: keys in use, being received and being sent; in the backward pass also
+    // gradients being computed and being sent, while received ones count as parts. An all-gather
+    // reorders what it received into a second buffer, and sends gradients from a third.
     let messages = match (distribution.gathers_all(), backward) {
         (true, false) => 2,
         (true, true) => 3,
@@ -283,10 +283,10 @@ pub(super) fn memory(
     bytes += messages * most as usize;
     let rows = held_rows(problem, distribution, rank);
     let outputs = outputs(problem, distribution, rank, &steps);
-    // And their log-sum-exps.
+    // The log-sum-exps of the parts.
     let log_sum_exps = if outputs.count > 1 { outputs.count.min(PARTS) * rows * 4 } else { 0 };
     let forward = outputs.kept() + log_sum_exps;
-    // And the sum in f32 that the kernel has of a step's queries.
+    // The f32 accumulator of dQ of one step.
     let sums = gradients(problem, distribution, rank, &steps).map(|it| it.kept());
     let gradients = sums.iter().sum::<usize>() + 4 * rows * head_dim;
     bytes += if backward { forward.max(gradients) } else { forward };

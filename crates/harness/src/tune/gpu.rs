@@ -28,7 +28,7 @@ pub struct GpuMeter<'a> {
 }
 
 impl<'a> GpuMeter<'a> {
-    /// For a problem.
+    /// Makes a meter for a problem.
     pub fn new(gpu: &'a Gpu, problem: &Problem, seed: u64) -> Result<Self, Error> {
         Ok(GpuMeter {
             gpu,
@@ -39,7 +39,7 @@ impl<'a> GpuMeter<'a> {
         })
     }
 
-    /// Compiles one: its fingerprint, or why it is of no use.
+    /// Compiles a configuration; returns its fingerprint, or why it cannot be used.
     fn compile_one(&self, kernel: &Configuration) -> Result<String, String> {
         let program = kernel.program().map_err(|error| error.to_string())?;
         let kernel = fingerprint(&ptx::print(&program));

@@ -1,5 +1,5 @@
-//! The log of a search: one line of JSON for each configuration that was looked at. A search
-//! that is begun again with the same log goes on where it was.
+//! The log of a search: one line of JSON for each configuration that was tried. A search that is
+//! started with an existing log resumes from it.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::space::Genome;
 use crate::Error;
 
-/// What became of a configuration.
+/// A configuration that was tried, and the outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The problem, as its text.
@@ -21,15 +21,15 @@ pub struct Record {
     pub genome: Genome,
     /// The fingerprint of its PTX, where it was built.
     pub kernel: Option<String>,
-    /// In which generation.
+    /// The generation that tried it.
     pub generation: usize,
     /// Milliseconds by the cost model.
     pub predicted: Option<f64>,
-    /// What came of it.
+    /// The outcome.
     pub fate: TrialOutcome,
 }
 
-/// How far a configuration came.
+/// The outcome of trying a configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "fate", rename_all = "snake_case")]
 pub enum TrialOutcome {
@@ -38,7 +38,7 @@ pub enum TrialOutcome {
         /// Why.
         reason: String,
     },
-    /// The cost model gave it up.
+    /// The cost model rejected it.
     Hopeless,
     /// The compiler refused it, or it spills.
     Discarded {
@@ -49,7 +49,7 @@ pub enum TrialOutcome {
     Measured {
         /// Milliseconds.
         milliseconds: f64,
-        /// Samples that is the median of.
+        /// The number of samples, of which this is the median.
         rounds: usize,
     },
 }

@@ -3,11 +3,11 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `space` | what can be varied |
-//! | `cost` | what the simulator's counts say about a configuration |
+//! | `space` | the search space |
+//! | `cost` | a cost model from the simulator's counts |
 //! | `search` | generations, successive halving, the last duel with the rules' choice |
-//! | `log` | what was looked at, to go on from |
-//! | `effects` | what helped, and by how much |
+//! | `log` | the configurations that were tried, to resume from |
+//! | `effects` | the effect of each parameter on speed |
 //! | `gpu` | compiling and measuring on a GPU |
 //!
 //! What is found is the [`TuningFile`] that the planner reads.

@@ -23,7 +23,7 @@ pub trait Meter: Sync {
     /// Measures milliseconds of each, round by round, in alternation.
     fn measure(&mut self, kernels: &[Configuration], rounds: usize)
     -> Result<Vec<Vec<f64>>, Error>;
-    /// Whether its output is right.
+    /// Checks the output of a configuration.
     fn check(&mut self, kernel: &Configuration) -> Result<(), Error>;
 }
 
@@ -86,13 +86,13 @@ pub struct SearchResult {
     pub milliseconds: [f64; 2],
     /// The speed of the best over that of the rules' choice.
     pub speedup: f64,
-    /// What that may be off by.
+    /// The noise of the speedup.
     pub noise: f64,
     /// Whether the best is better than the rules by more than noise.
     pub better: bool,
-    /// Generations, and configurations looked at, compiled and measured.
+    /// Generations of the search.
     pub generations: usize,
-    /// Configurations looked at.
+    /// Configurations tried, with those that were not compiled.
     pub seen: usize,
     /// Configurations measured.
     pub measured: usize,
@@ -257,7 +257,8 @@ impl Search<'_> {
         self.population.first().copied()
     }
 
-    /// Takes over what the log has of this problem on this machine, where the kernel is the same.
+    /// Resumes from the log: takes the records of this problem and machine whose kernels have not
+    /// changed.
     fn resume(&mut self) {
         let machine = self.meter.machine();
         let records: Vec<Record> = (self.log.records().iter())
@@ -327,7 +328,7 @@ impl Search<'_> {
     fn children(&mut self) -> Vec<Genome> {
         let all = Genome::all();
         let mut genomes: Vec<Genome> = Vec::new();
-        // More than are compiled: the model will give up many of them.
+        // More than are compiled: the model rejects many of them.
         let wanted = 4 * self.options.batch;
         for _ in 0..50 * wanted {
             if genomes.len() == wanted {
@@ -603,7 +604,7 @@ mod tests {
         let (found, second) = run(Start::Poor, &mut log);
         assert!(second < first, "{second} after {first}");
         assert!(found.better);
-        // Nothing is looked at twice.
+        // No configuration is tried twice.
         let genomes: Vec<Genome> = log.records().iter().map(|it| it.genome).collect();
         let mut once = genomes.clone();
         once.sort();

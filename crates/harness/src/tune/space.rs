@@ -1,4 +1,4 @@
-//! What can be varied, and how.
+//! The search space: the parameters of configurations, and how they are varied.
 
 use flashcore::family::tuning::Variant;
 use kernels::forward::every_tuned;
@@ -15,7 +15,7 @@ use crate::statistics::Random;
 #[serde(transparent)]
 pub struct Genome(pub Variant);
 
-/// One thing that can be varied.
+/// A parameter that can be varied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gene {
@@ -34,9 +34,9 @@ pub enum Gene {
     PingPong,
     /// Whether tiles overlap.
     OverlapTiles,
-    /// Whether the body of the loop is two steps.
+    /// Whether the loop body is unrolled to two steps.
     TwoSteps,
-    /// Whether the guard's slow path is apart.
+    /// Whether the guard's slow path is moved out of the loop.
     SlowPathApart,
 }
 
@@ -86,7 +86,7 @@ impl Gene {
 }
 
 impl Genome {
-    /// A poor beginning: one of everything, small blocks, no turns.
+    /// A poor start: one warpgroup, one stage, small key blocks, no ping-pong.
     pub const POOR: Genome = Genome(Variant {
         warpgroups: 1,
         key_block: 16,
@@ -99,7 +99,7 @@ impl Genome {
         slow_path_apart: false,
     });
 
-    /// What a configuration has.
+    /// The genome of a configuration.
     pub fn of(forward: &Forward) -> Self {
         Genome(Variant::of(forward))
     }
@@ -125,7 +125,7 @@ impl Genome {
         }
     }
 
-    /// The same with another value of a gene. A lone warpgroup has nobody to take turns with.
+    /// Sets a gene. A single warpgroup cannot ping-pong.
     pub fn with(mut self, gene: Gene, value: u32) -> Self {
         let variant = &mut self.0;
         match gene {
@@ -143,7 +143,7 @@ impl Genome {
         self
     }
 
-    /// A child of two, gene by gene.
+    /// A crossover of two genomes, gene by gene.
     pub fn cross(self, other: Genome, random: &mut Random) -> Genome {
         Gene::ALL.into_iter().fold(self, |child, gene| match random.below(2) {
             0 => child,
@@ -151,8 +151,8 @@ impl Genome {
         })
     }
 
-    /// A neighbour: a gene or two have another value, those with many values a near one more often
-    /// than a far one.
+    /// Changes one or two genes; a gene with many values moves to a near one more often than to a
+    /// far one.
     pub fn mutate(self, random: &mut Random) -> Genome {
         let mut child = self;
         for _ in 0..1 + random.below(2) {
@@ -177,7 +177,7 @@ impl Genome {
         form(self) == form(other)
     }
 
-    /// Every genome there is.
+    /// All genomes.
     pub fn all() -> Vec<Genome> {
         let mut all = vec![Genome::POOR];
         for gene in Gene::ALL {
@@ -195,8 +195,8 @@ impl Genome {
 /// Whether a configuration can be built and can hold its tiles in registers: nothing that fails
 /// here is worth compiling.
 pub fn possible(forward: &Forward) -> Result<(), String> {
-    // What a thread holds at once: scores, the probabilities of two blocks, the output, queries. Of
-    // 8 bits the probabilities of one block, and in the place of scores a part of the output.
+    // Registers that are live at once: scores, the probabilities of two blocks, the output, queries.
+    // With 8-bit elements, the probabilities of one block, and part of the output instead of scores.
     let (scores, probabilities) = match forward.is_fp8() {
         true => ((forward.key_block / 2).max(64), forward.key_block / 8),
         false => (forward.key_block / 2, 2 * forward.key_block / 4),
@@ -234,7 +234,7 @@ pub fn find(name: &str) -> Option<Forward> {
         Configuration::Forward(forward) => Some(forward),
         _ => None,
     }));
-    // Names begin with what the problem says.
+    // Names begin with the head dims and the element type.
     let prefix = |forward: &Forward| {
         let name = forward.name();
         let rows = format!("_{}x{}_", forward.query_rows(), forward.key_block);
