@@ -36,7 +36,7 @@ impl Cache {
     }
 
     /// Returns whether the element has 8 bits, so that it is widened to `f16` for products.
-    pub const fn is_narrow(&self) -> bool {
+    pub const fn is_8_bit(&self) -> bool {
         self.element.bytes() == 1
     }
 
@@ -96,14 +96,15 @@ impl ScaleSource {
 }
 
 /// The launch parameters of per-head scales.
+#[derive(Clone, Copy)]
 pub(crate) struct HeadScales {
-    address: Reg<GlobalAddress>,
+    pub(crate) address: Reg<GlobalAddress>,
     batch: Reg<U64>,
     head: Reg<U64>,
 }
 
 impl HeadScales {
-    fn parameters(k: &mut Builder, tensor: Tensor) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, tensor: Tensor) -> Self {
         HeadScales {
             address: tensor.address(k),
             batch: tensor.stride(k, Axis::Batch),
@@ -111,7 +112,8 @@ impl HeadScales {
         }
     }
 
-    fn of(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
+    /// Loads the scale of a sequence and key head.
+    pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
         let index = sequence.convert::<U64>() * self.batch + head.convert::<U64>() * self.head;
         k.load(self.address + index * 4)
     }

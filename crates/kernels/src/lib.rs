@@ -32,6 +32,7 @@ pub mod combine;
 pub mod decode;
 mod divisor;
 mod element;
+mod exchange;
 pub mod finder;
 pub mod forward;
 pub mod mma;

@@ -203,7 +203,8 @@ listed! {
         RowStatistics,
         /// The sums of `dQ` in `f32`, while they are accumulated.
         QueryGradientSums,
-        /// In the deterministic backward pass, for each block of query rows, how many key tiles
+        /// Counters that order accesses to the sums of `dQ` (FlashAttention's `dq_semaphore`). In
+        /// the deterministic backward pass, for each block of query rows, how many key tiles
         /// have added to its sums of `dQ`. Otherwise, for each key head, how many tiles have
         /// cleared sums and how many have added to them.
         Turns,
@@ -247,7 +248,7 @@ listed! {
         Tiles,
         /// The number of tiles that are not split into parts; they come first.
         WholeTiles,
-        /// Tiles of a round of the backward kernel: those that run at the same time.
+        /// Tiles of a wave of the backward kernel: those that run at the same time.
         TilesOfRound,
         /// Query tiles per head.
         TilesPerHead,

@@ -17,7 +17,7 @@
 use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64};
 
 use crate::Error;
-use crate::attention::function::lower::{Functions, Standing};
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::rows::{Reference, Sinks, finish, reference};
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
@@ -137,7 +137,7 @@ impl Scalar {
                         dot(k, &q, &key_row)
                     };
                     let scores = [Score { row: 0, column: 0, register: score }];
-                    let standing = |k: &mut Builder| Standing {
+                    let coordinates = |k: &mut Builder| ScoreCoordinates {
                         batch,
                         head,
                         first_query: k.eval(row.reinterpret::<S32>()),
@@ -156,13 +156,13 @@ impl Scalar {
                         alibi(k, &scores, &[0], distance, slope);
                     }
                     if let Some(function) = &functions.score {
-                        let standing = standing(k);
-                        function.apply(k, &scores, &standing);
+                        let coordinates = coordinates(k);
+                        function.apply(k, &scores, &coordinates);
                         score_rule.scale(k, &scores);
                     }
                     if let Some(function) = &functions.mask {
-                        let standing = standing(k);
-                        function.apply(k, &scores, &standing);
+                        let coordinates = coordinates(k);
+                        function.apply(k, &scores, &coordinates);
                     }
                     let address = value_strides.row_address(k, values, self.element, at);
                     let value_row = self.load_row(k, address, lane, self.value_head_dim);

@@ -10,8 +10,8 @@
 //! fewest ([`Tiles`]).
 //!
 //! One thread block does a counting sort, 1024 sequences at a time: threads read where the
-//! sequences lie, tiles are counted by cost bucket, a prefix sum gives the place of each bucket in
-//! the schedule, and warps write the records. The order within a bucket is not defined.
+//! sequences lie, tiles are counted by cost bin, a prefix sum gives the place of each bin in
+//! the schedule, and warps write the records. The order within a bin is not defined.
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, Program, Reg, S32, Scope, SharedAddress, Target,
@@ -74,7 +74,7 @@ pub struct Slice {
     pub lse_start: u32,
 }
 
-/// The number of sequences that are sorted together, one for each thread, and of cost buckets.
+/// The number of sequences that are sorted together, one for each thread, and of cost bins.
 const CHUNK: u32 = 1024;
 const WARPS: u32 = CHUNK / 32;
 
@@ -117,11 +117,11 @@ impl Sequencer {
                     let offset = i64::from(keys) - i64::from(queries);
                     let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
                     let seen = window.tile_keys(i64::from(first_row) + offset, last, keys);
-                    let kind = seen.len() as u32 / (top / CHUNK + 1);
-                    tiles.push((kind, slice.record(sequence, first_row)));
+                    let bin = seen.len() as u32 / (top / CHUNK + 1);
+                    tiles.push((bin, slice.record(sequence, first_row)));
                 }
             }
-            tiles.sort_by_key(|(kind, _)| std::cmp::Reverse(*kind));
+            tiles.sort_by_key(|(bin, _)| std::cmp::Reverse(*bin));
             records.extend(tiles.into_iter().map(|(_, record)| record));
         }
         with_header(&records)
@@ -187,7 +187,7 @@ fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
 }
 
 /// The launch parameters that say where the sequences of a ragged batch lie.
-pub(crate) struct Batch {
+pub(crate) struct RaggedBatch {
     /// The number of sequences.
     pub(crate) batch: Reg<U32>,
     queries: Span,
@@ -221,9 +221,9 @@ impl Sequence {
     }
 }
 
-impl Batch {
+impl RaggedBatch {
     pub(crate) fn parameters(k: &mut Builder) -> Self {
-        Batch {
+        RaggedBatch {
             batch: Number::Batch.read(k),
             queries: Span::queries(k),
             keys: Span {
@@ -272,12 +272,12 @@ impl Batch {
 fn write(k: &mut Builder, which: Tiles) {
     let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
     let room: Reg<U32> = Number::MaxTiles.read(k);
-    let tiles = Cut::parameters(k, which);
-    let batch = Batch::parameters(k);
-    let known = Known::new(k);
+    let tiles = Tiling::parameters(k, which);
+    let batch = RaggedBatch::parameters(k);
+    let sequences = SharedSequences::new(k);
     let tops = Words::new(k, "tops of warps", WARPS);
     let sums = Words::new(k, "sums of warps", WARPS);
-    let kinds = Words::new(k, "kinds of cost", CHUNK);
+    let bins = Words::new(k, "kinds of cost", CHUNK);
 
     let thread = k.thread_index();
     let lane = k.lane();
@@ -290,52 +290,52 @@ fn write(k: &mut Builder, which: Tiles) {
         k.if_(thread.less(here), |k| {
             let index = k.eval(first + thread);
             let sequence = batch.sequence(k, index);
-            known.set(k, thread, &sequence);
+            sequences.set(k, thread, &sequence);
             k.set(most, tiles.most(&sequence));
         });
         let top = k.reduce_lanes(most, 32, |a, b| a.maximum(b));
         k.if_(lane.equals(0), |k| tops.set(k, warp, top));
-        kinds.set(k, thread, 0);
+        bins.set(k, thread, 0);
         k.block_sync();
 
-        // Costs fall into as many buckets as there are threads; bucket 0 has the highest costs.
+        // Costs fall into as many bins as there are threads; bin 0 has the highest costs.
         let top = tops.get(k, lane);
         let top = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
         let step = k.eval(top / CHUNK + 1);
         let each_sequence = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Run<'_>)| {
             k.for_range(warp, here, WARPS, |k, index| {
-                let sequence = known.get(k, index);
+                let sequence = sequences.get(k, index);
                 let count = tiles.of(k, &sequence);
                 body(k, &Run { sequence: &sequence, index, count });
             });
         };
-        let kind =
+        let bin =
             |k: &mut Builder, cost: Reg<U32>| k.eval(Value::<U32>::from(CHUNK - 1) - cost / step);
         let each_tile = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Run<'_>, &Tile)| {
             each_sequence(k, &|k, run| {
                 k.for_range(lane, run.count, 32, |k, number| {
                     let first_row = k.eval(number * tiles.rows);
                     let cost = tiles.cost(k, run.sequence, first_row);
-                    let kind = kind(k, cost);
-                    body(k, run, &Tile { first_row, kind });
+                    let bin = bin(k, cost);
+                    body(k, run, &Tile { first_row, bin });
                 });
             });
         };
         match which {
             Tiles::Queries(_) => each_tile(k, &|k, _, tile| {
-                kinds.add(k, tile.kind, 1);
+                bins.add(k, tile.bin, 1);
             }),
             Tiles::Keys => each_sequence(k, &|k, run| {
                 k.if_(lane.equals(0), |k| {
-                    let kind = kind(k, tiles.most(run.sequence));
-                    kinds.add(k, kind, run.count);
+                    let bin = bin(k, tiles.most(run.sequence));
+                    bins.add(k, bin, run.count);
                 });
             }),
         }
         k.block_sync();
 
-        // Where each bucket begins: a prefix sum in each warp, and one over the warps.
-        let mine = kinds.get(k, thread);
+        // Where each bin begins: a prefix sum in each warp, and one over the warps.
+        let mine = bins.get(k, thread);
         let through = inclusive_sum(k, mine, lane);
         k.if_(lane.equals(31), |k| sums.set(k, warp, through));
         k.block_sync();
@@ -345,7 +345,7 @@ fn write(k: &mut Builder, which: Tiles) {
         let earlier = k.eval((warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
         let earlier = k.eval(warp.equals(0).choose::<U32>(0, earlier));
-        kinds.set(k, thread, before + earlier + through - mine);
+        bins.set(k, thread, before + earlier + through - mine);
         k.block_sync();
 
         let record = |k: &mut Builder, run: &Run<'_>, number: Reg<U32>, first_row: Reg<U32>| {
@@ -360,14 +360,14 @@ fn write(k: &mut Builder, which: Tiles) {
         };
         match which {
             Tiles::Queries(_) => each_tile(k, &|k, run, tile| {
-                let number = kinds.add(k, tile.kind, 1);
+                let number = bins.add(k, tile.bin, 1);
                 record(k, run, number, tile.first_row);
             }),
             Tiles::Keys => each_sequence(k, &|k, run| {
                 let begin = k.variable::<U32>(0);
                 k.if_(lane.equals(0), |k| {
-                    let kind = kind(k, tiles.most(run.sequence));
-                    let added = kinds.add(k, kind, run.count);
+                    let bin = bin(k, tiles.most(run.sequence));
+                    let added = bins.add(k, bin, run.count);
                     k.set(begin, added);
                 });
                 let begin = k.shuffle_index(begin, 0);
@@ -397,27 +397,27 @@ struct Run<'a> {
     count: Reg<U32>,
 }
 
-/// A tile of a sequence: its first row, and the bucket of its cost.
+/// A tile of a sequence: its first row, and the bin of its cost.
 struct Tile {
     first_row: Reg<U32>,
-    kind: Reg<U32>,
+    bin: Reg<U32>,
 }
 
 /// How sequences are cut into tiles, and what a tile costs.
-struct Cut {
+struct Tiling {
     rows: Reg<U32>,
     /// The mask, for tiles of queries.
     visibility: Option<Visibility>,
 }
 
-impl Cut {
+impl Tiling {
     fn parameters(k: &mut Builder, which: Tiles) -> Self {
         let rows = Number::TileRows.read(k);
         let visibility = match which {
             Tiles::Queries(mask) => Some(Visibility::parameters(k, mask)),
             Tiles::Keys => None,
         };
-        Cut { rows, visibility }
+        Tiling { rows, visibility }
     }
 
     /// Returns the number of tiles of a sequence.
@@ -439,7 +439,7 @@ impl Cut {
     }
 
     /// Returns the cost of a tile: the keys that some of its query rows sees; for tiles of keys,
-    /// [`most`](Cut::most).
+    /// [`most`](Tiling::most).
     fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
         let Sequence { queries, keys, .. } = *sequence;
         let Some(visibility) = &self.visibility else { return self.most(sequence) };
@@ -449,15 +449,15 @@ impl Cut {
 }
 
 /// The [`Sequence`]s of a chunk, in shared memory.
-struct Known {
+struct SharedSequences {
     words: [Words; 6],
 }
 
-impl Known {
+impl SharedSequences {
     fn new(k: &mut Builder) -> Self {
         let names =
             ["query starts", "queries", "key starts", "keys", "output starts", "lse starts"];
-        Known { words: names.map(|name| Words::new(k, name, CHUNK)) }
+        SharedSequences { words: names.map(|name| Words::new(k, name, CHUNK)) }
     }
 
     fn set(&self, k: &mut Builder, index: Reg<U32>, sequence: &Sequence) {

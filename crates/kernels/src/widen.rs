@@ -66,7 +66,7 @@ impl Widen {
     /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_narrow() {
+        if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_8_bit() {
             return refuse("it makes f16 or bf16 of 8 bits");
         }
         let odd = |dim: &u32| *dim == 0 || !dim.is_multiple_of(CHUNK);

@@ -58,6 +58,6 @@ pub fn decode() -> Decode {
         tile_keys: 16,
         stages: 2,
         blocks: 1,
-        splits: Splits::Shares,
+        splits: Splits::Balanced,
     }
 }

@@ -144,7 +144,7 @@ pub(super) fn launch(
         let group = problem.group_size() as u32;
         let rounds = Rounds::new(chip, key_blocks, counts.tiles_per_head.saturating_mul(group));
         rounds.arrange(&backward, &mut choice);
-        if backward.walks_by_rounds() {
+        if backward.has_alternating_waves() {
             let tiles = chip.multiprocessors.max(1);
             choice.launches[0].numbers.push((Number::TilesOfRound, tiles));
         }
@@ -166,7 +166,7 @@ pub(super) fn launch(
     let rows =
         RowBlocks { heads: counts.heads, per_head: counts.tiles_per_head, all: counts.tiles };
     let mut shares = Shares { cleared: heads, rounded: 0 };
-    if kernels.pass.housekeeping {
+    if kernels.pass.clear_and_round {
         if key_blocks > 0 && rows.all > 0 {
             shares = Shares::new(chip, heads, key_blocks_per_head, together);
         }
@@ -190,7 +190,7 @@ pub(super) fn launch(
 }
 
 /// How the dQ sums of key heads are cleared and rounded where the main kernel's idle warps help
-/// (`housekeeping`). Heads that are not counted here are cleared by the main kernel and rounded
+/// (`clear_and_round`). Heads that are not counted here are cleared by the main kernel and rounded
 /// after it.
 struct Shares {
     /// Number of key heads whose sums are cleared before the main kernel.

@@ -111,14 +111,14 @@ pub(crate) fn launch(
     let all_parts = all_parts.ok_or("the number of parts of sequences is too large")?;
     let mut choice = Choice::of(Configuration::Decode(decode), blocks, reason);
     let of_splits = match decode.splits {
-        Splits::Shares => (Number::LeastTiles, decode.warps),
+        Splits::Balanced => (Number::LeastTiles, decode.warps),
         Splits::Fixed { .. } => (Number::PartsPerBlock, parts as u32),
     };
     choice.launches[0].numbers =
         vec![(Number::Teams, teams), (Number::BlocksPerTeam, members), of_splits];
     if teams > 1 || decode.running_parts() > 0 {
         let counters = match decode.splits {
-            Splits::Shares => problem.batch as u64 * u64::from(members),
+            Splits::Balanced => problem.batch as u64 * u64::from(members),
             Splits::Fixed { .. } => 2 * u64::from(blocks),
         };
         let memory = |workspace, bytes, contents| Memory {
@@ -146,7 +146,7 @@ fn fill(chip: &Chip, decode: &kernels::Decode, problem: &Problem, members: u32) 
     let places = chip.multiprocessors * decode.blocks;
     let tiles = problem.key_length.div_ceil(decode.tile_keys as usize).max(1);
     let useful = match decode.splits {
-        Splits::Shares => problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize),
+        Splits::Balanced => problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize),
         Splits::Fixed { .. } => {
             problem.batch.saturating_mul(tiles.div_ceil(decode.unit_tiles() as usize))
         }

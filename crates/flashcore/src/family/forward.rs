@@ -3,7 +3,7 @@
 
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
-use kernels::finder::Shared;
+use kernels::finder::SharerProblem;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Configuration, Rules, TileSharer};
@@ -63,7 +63,7 @@ pub(crate) fn launch(
         Some(mask) => choice.with_blocks(chip.target, forward.rules.mask, mask)?,
         None => false,
     };
-    if forward.takes_lists() {
+    if forward.takes_tile_lists() {
         let order = TileOrder {
             forward,
             lengths: [counts.query_length, counts.key_length],
@@ -220,11 +220,11 @@ impl TileOrder {
     }
 
     /// Describes how a launch on the device distributes the tiles over thread blocks.
-    fn shared(&self, tiles: u32, blocks: u32) -> Shared {
+    fn shared(&self, tiles: u32, blocks: u32) -> SharerProblem {
         let TileOrder { forward, lengths, heads, window, processors, cache_bytes, .. } = self;
         let groups =
             TileLists::groups(forward, window, *lengths, *heads, *processors, *cache_bytes);
-        Shared { tiles, heads: heads[0] * heads[2], blocks, groups }
+        SharerProblem { tiles, heads: heads[0] * heads[2], blocks, groups }
     }
 
     fn lists_over(&self, block_lists: &[u32]) -> TileLists {

@@ -132,7 +132,7 @@ impl AppendProblem {
                 return refuse(ServingError::RotaryDim { given: dim, head_dim }.to_string());
             }
             Some(RotarySize { dim, interleaved: false, .. })
-                if made_of.is_narrow() && dim % 4 != 0 =>
+                if made_of.is_8_bit() && dim % 4 != 0 =>
             {
                 return refuse(format!("halves of a rotary dim of {dim} are not even"));
             }

@@ -319,13 +319,13 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
 /// The decode configuration of a name: a shipped one's element, dims and scores in any shape that
 /// can be built, with splits of any fixed size or none.
 fn decode_shape(name: &str) -> Option<Decode> {
-    if let Some((shape, rounds)) = name.rsplit_once("_fixed") {
-        let splits = Splits::Fixed { rounds: rounds.parse().ok()? };
+    if let Some((shape, tiles_per_warp)) = name.rsplit_once("_fixed") {
+        let splits = Splits::Fixed { tiles_per_warp: tiles_per_warp.parse().ok()? };
         let found = Decode { splits, ..decode_shape(shape)? };
         return Some(found).filter(|it| it.program().is_ok());
     }
     let bases = kernels::decode::every_tuned(Target::SM_90A).into_iter();
-    let bases = bases.filter(|base| base.splits == Splits::Shares);
+    let bases = bases.filter(|base| base.splits == Splits::Balanced);
     let bases = bases.flat_map(|base| [false, true].map(|paged| Decode { paged, ..base }));
     for base in bases.flat_map(|base| [8, 16].map(|rows| Decode { rows, ..base })) {
         // All but the shape, which is what names end with.
@@ -364,8 +364,8 @@ mod tests {
         }
         let fixed = kernels("invariant", problem).unwrap();
         assert_eq!(fixed, [format!("{}_fixed4", shipped[0])]);
-        for rounds in [2, 8] {
-            let fixed = format!("{}_fixed{rounds}", shipped[0]);
+        for tiles_per_warp in [2, 8] {
+            let fixed = format!("{}_fixed{tiles_per_warp}", shipped[0]);
             assert_eq!(kernels(&fixed, problem).unwrap(), [fixed]);
         }
         let impossible = kernels(&format!("{shape}_w16x32_s8b4"), problem).unwrap_err();

@@ -11,7 +11,8 @@
 mod narrow;
 
 use ptx::{
-    Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, S32, Target, U32, U64,
+    Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32,
+    U64,
 };
 
 use crate::Error;
@@ -119,7 +120,7 @@ impl Append {
         if !self.target.has(Capability::AsyncCopies) {
             return refuse("the target is older than decode");
         }
-        let narrow = self.cache.is_narrow();
+        let narrow = self.cache.is_8_bit();
         if !narrow && self.cache != Cache::plain(self.element) {
             return refuse("the cache has an element or scales of its own, and not 8 bits");
         }
@@ -156,7 +157,7 @@ impl Append {
             Before { lengths: List::KeyLengths.address(k), capacity: Number::KeyLength.read(k) };
         let after: Reg<GlobalAddress> = List::LengthsAfter.address(k);
         let places = Places::parameters(k, self.paged);
-        let angles = self.rotary.map(|rotary| Angles::parameters(k, rotary));
+        let angles = self.rotary.map(|rotary| RotaryRegisters::parameters(k, rotary));
         let queries = self.rotary.map(|_| Queries::parameters(k));
 
         let (block, thread) = (k.block_index(), k.thread_index());
@@ -178,21 +179,21 @@ impl Append {
                 };
                 let key = ends(k, &new_keys, &keys);
                 let value = ends(k, &new_values, &values);
-                let turned = angles.as_ref().map(|angles| {
+                let rotated = angles.as_ref().map(|angles| {
                     let start = angles.start(k, sequence, length);
                     (angles, k.eval(start + token))
                 });
-                if self.cache.is_narrow() {
+                if self.cache.is_8_bit() {
                     let [of_keys, of_values] = &scales;
-                    let keys = narrow::Rounded { scales: of_keys, turned, columns: self.head_dim };
+                    let keys = narrow::Rounded { scales: of_keys, rotated, columns: self.head_dim };
                     keys.store(k, self, key, sequence, to);
                     let columns = self.value_head_dim;
-                    let values = narrow::Rounded { scales: of_values, turned: None, columns };
+                    let values = narrow::Rounded { scales: of_values, rotated: None, columns };
                     values.store(k, self, value, sequence, to);
                     return;
                 }
-                match turned {
-                    Some((angles, position)) => self.turn(k, angles, key, position),
+                match rotated {
+                    Some((angles, position)) => self.rotate(k, angles, key, position),
                     None => copy(k, self.element, key, 0..self.head_dim),
                 }
                 copy(k, self.element, value, 0..self.value_head_dim);
@@ -219,21 +220,21 @@ impl Append {
                     let row = k.eval(first + query);
                     let at = [sequence, row, head];
                     let ends = [&queries.from, &queries.to].map(|it| it.row(k, self.element, at));
-                    self.turn(k, &angles, ends, position);
+                    self.rotate(k, &angles, ends, position);
                 });
             });
         }
     }
 
     /// Copies a row, rotating its leading columns.
-    fn turn(
+    fn rotate(
         &self,
         k: &mut Builder,
-        angles: &Angles,
+        angles: &RotaryRegisters,
         ends: [Reg<GlobalAddress>; 2],
         position: Reg<U32>,
     ) {
-        angles.turn(k, self.element, ends, position);
+        angles.rotate(k, self.element, ends, position);
         copy(k, self.element, ends, angles.rotary.dim..self.head_dim);
     }
 }
@@ -303,8 +304,17 @@ fn copy(
     });
 }
 
+/// Rotates a pair of columns.
+fn rotate_pair(
+    k: &mut Builder,
+    [x, y]: [Reg<F32>; 2],
+    [cosine, sine]: [Reg<F32>; 2],
+) -> [Reg<F32>; 2] {
+    [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
+}
+
 /// The rotary embedding's tables, as launch parameters.
-struct Angles {
+struct RotaryRegisters {
     rotary: Rotary,
     cosines: Reg<GlobalAddress>,
     sines: Reg<GlobalAddress>,
@@ -312,9 +322,9 @@ struct Angles {
     starts: Reg<GlobalAddress>,
 }
 
-impl Angles {
+impl RotaryRegisters {
     fn parameters(k: &mut Builder, rotary: Rotary) -> Self {
-        Angles {
+        RotaryRegisters {
             rotary,
             cosines: List::Cosines.address(k),
             sines: List::Sines.address(k),
@@ -336,7 +346,7 @@ impl Angles {
     }
 
     /// Rotates the leading columns of a row on the way from one address to another.
-    fn turn(
+    fn rotate(
         &self,
         k: &mut Builder,
         element: Element,
@@ -358,7 +368,7 @@ impl Angles {
             let offset = |column: Reg<U32>| (column * bytes).convert::<U64>();
             let x = load_as_f32(k, element, from + offset(first));
             let y = load_as_f32(k, element, from + offset(second));
-            let rotated = [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)];
+            let rotated = rotate_pair(k, [x, y], [cosine, sine]);
             for (column, value) in [first, second].into_iter().zip(rotated) {
                 store_from_f32(k, element, to + offset(column), value);
             }

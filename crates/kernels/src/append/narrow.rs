@@ -5,14 +5,14 @@ use ptx::{
     U32, U64,
 };
 
-use super::{Angles, Append};
+use super::{Append, RotaryRegisters, rotate_pair};
 use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
 
 /// How a row of keys or values is scaled and rotated.
 pub(super) struct Rounded<'a> {
     pub(super) scales: &'a ScaleSource,
     /// The tables of its rotation and its position, for keys with rotary embeddings.
-    pub(super) turned: Option<(&'a Angles, Reg<U32>)>,
+    pub(super) rotated: Option<(&'a RotaryRegisters, Reg<U32>)>,
     pub(super) columns: u32,
 }
 
@@ -99,9 +99,9 @@ impl Rounded<'_> {
             k.unpack_as_f32(pair)
         };
         let lane = k.lane();
-        let turned = self.turned.map_or(0, |(angles, _)| angles.rotary.dim);
-        if let Some((angles, position)) = self.turned {
-            let half = turned / 2;
+        let rotated = self.rotated.map_or(0, |(angles, _)| angles.rotary.dim);
+        if let Some((angles, position)) = self.rotated {
+            let half = rotated / 2;
             let position = angles.bounded(k, position);
             let first = position.convert::<U64>() * (half * element.bytes());
             let first = k.eval(first);
@@ -112,30 +112,26 @@ impl Rounded<'_> {
                     let cosine = super::load_as_f32(k, element, cosines + angle);
                     let sine = super::load_as_f32(k, element, sines + angle);
                     let pair = load(k, from, word);
-                    let turned = turn(k, pair, [cosine, sine]);
-                    body(k, word, turned);
+                    let rotated = rotate_pair(k, pair, [cosine, sine]);
+                    body(k, word, rotated);
                 });
             } else {
                 k.for_range(lane, half / 2, 32, |k, word| {
                     let other = k.eval(word + half / 2);
                     let [x, y] = [word, other].map(|word| load(k, from, word));
                     let [cosine, sine] = [cosines, sines].map(|table| load(k, table, word));
-                    let pairs = [0, 1].map(|it| turn(k, [x[it], y[it]], [cosine[it], sine[it]]));
+                    let pairs =
+                        [0, 1].map(|it| rotate_pair(k, [x[it], y[it]], [cosine[it], sine[it]]));
                     body(k, word, pairs.map(|[x, _]| x));
                     body(k, other, pairs.map(|[_, y]| y));
                 });
             }
         }
-        k.for_range(lane + turned / 2, self.columns / 2, 32, |k, word| {
+        k.for_range(lane + rotated / 2, self.columns / 2, 32, |k, word| {
             let pair = load(k, from, word);
             body(k, word, pair);
         });
     }
-}
-
-/// Rotates a pair of columns.
-fn turn(k: &mut Builder, [x, y]: [Reg<F32>; 2], [cosine, sine]: [Reg<F32>; 2]) -> [Reg<F32>; 2] {
-    [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
 }
 
 fn store_pair<T: Pair>(k: &mut Builder, at: Reg<GlobalAddress>, [low, high]: [Reg<F32>; 2]) {

@@ -46,7 +46,7 @@ pub(crate) fn finish(
     sink: Option<Reg<F32>>,
 ) -> Finished {
     if let Some(sink) = sink {
-        return finish_beside(k, reference, sum, sink);
+        return finish_with_sink(k, reference, sum, sink);
     }
     let empty = k.eval(sum.equals(0.0));
     let reciprocal = k.reciprocal(sum);
@@ -64,7 +64,12 @@ pub(crate) fn finish(
 }
 
 /// Finishes a row with a sink, which may be far above or far below the row's reference.
-fn finish_beside(k: &mut Builder, reference: Reference, sum: Reg<F32>, sink: Reg<F32>) -> Finished {
+fn finish_with_sink(
+    k: &mut Builder,
+    reference: Reference,
+    sum: Reg<F32>,
+    sink: Reg<F32>,
+) -> Finished {
     let (from, top, measured) = match reference {
         Reference::Guarded { reference, scale_log2 } => {
             let from = k.eval(reference * scale_log2);

@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use super::function::Function;
-use crate::Divisor;
 
 /// The kind of a mask: what it hides. The last query has the position of the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -83,7 +82,7 @@ impl Rules {
 
     /// Returns whether the derivative of a score with respect to QK^T is more than the scale: with
     /// a softcap, or with a score function that does more than add.
-    pub fn has_slopes(&self) -> bool {
+    pub fn has_score_derivative(&self) -> bool {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
 
@@ -145,6 +144,15 @@ impl Batch {
             Batch::Paged => "paged",
         }
     }
+
+    /// Returns the suffix of a kernel's name for this kind of batch.
+    pub(crate) const fn suffix(self) -> &'static str {
+        match self {
+            Batch::Equal => "",
+            Batch::Ragged => "_ragged",
+            Batch::Paged => "_paged",
+        }
+    }
 }
 
 /// The numbers of a mask: its window and chunks.
@@ -189,12 +197,6 @@ impl Window {
         let begin = (first - i64::from(self.left)).max(chunk_begin).max(0);
         let end = (last + i64::from(self.right) + 1).min(chunk_end).min(keys.into());
         if begin < end { begin as u32..end as u32 } else { 0..0 }
-    }
-
-    /// Returns the divisor that a launch passes for the chunk.
-    pub fn chunk_divisor(&self) -> Divisor {
-        let open = Window::OPEN as u32;
-        Divisor::new(self.chunk.unwrap_or(open).clamp(1, open))
     }
 }
 

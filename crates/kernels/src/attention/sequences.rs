@@ -58,7 +58,12 @@ impl Places {
 
     /// Prefetches the block table into L2 while lengths are still being read: each `thread` of the
     /// grid loads one word of a 128-byte line of it and does not wait for the result.
-    pub(crate) fn warm(&self, k: &mut Builder, sequences: Reg<U32>, thread: Reg<U32>) {
+    pub(crate) fn prefetch_block_table(
+        &self,
+        k: &mut Builder,
+        sequences: Reg<U32>,
+        thread: Reg<U32>,
+    ) {
         const LINE: u32 = 128;
         let Some(Pages { table, columns, .. }) = &self.pages else { return };
         let first = k.eval(thread * (LINE / 4));

@@ -20,7 +20,7 @@ pub(crate) struct Softmax {
     scale_log2: Reg<F32>,
     /// Binary logarithm of a factor on all probabilities and sums, for an element of P that has
     /// more range above one than below it.
-    lift: f32,
+    max_offset: f32,
     /// Reference of each row, in units of unscaled scores.
     reference: Vec<Reg<F32>>,
     /// The thread's part of each row's sum.
@@ -42,12 +42,12 @@ impl Softmax {
     pub(crate) fn new(k: &mut Builder, rows: usize, scale_log2: Reg<F32>) -> Self {
         let reference = (0..rows).map(|_| k.register()).collect();
         let sum = (0..rows).map(|_| k.register()).collect();
-        Softmax { scale_log2, lift: 0.0, reference, sum }
+        Softmax { scale_log2, max_offset: 0.0, reference, sum }
     }
 
-    /// Multiplies all probabilities and sums by `2^lift`.
-    pub(crate) fn lifted(self, lift: f32) -> Self {
-        Softmax { lift, ..self }
+    /// Multiplies all probabilities and sums by `2^max_offset`.
+    pub(crate) fn with_max_offset(self, max_offset: f32) -> Self {
+        Softmax { max_offset, ..self }
     }
 
     /// Resets the rows to having seen no key.
@@ -92,7 +92,11 @@ impl Softmax {
         let offset: Vec<Reg<F32>> = (self.reference.iter())
             .map(|reference| {
                 let offset = -(*reference * self.scale_log2);
-                if self.lift == 0.0 { k.eval(offset) } else { k.eval(offset + self.lift) }
+                if self.max_offset == 0.0 {
+                    k.eval(offset)
+                } else {
+                    k.eval(offset + self.max_offset)
+                }
             })
             .collect();
         let mut chains: Vec<[Option<Reg<F32>>; 2]> = vec![[None; 2]; offset.len()];
@@ -151,7 +155,7 @@ impl Softmax {
 
     /// Merges a row with its partial result over other keys, given as reference and part of a sum.
     /// Returns the factors by which the row's output and the other output must be multiplied.
-    pub(crate) fn take_in(
+    pub(crate) fn merge_partial(
         &self,
         k: &mut Builder,
         row: usize,
@@ -174,11 +178,11 @@ impl Softmax {
         rows.map(|(sum, reference)| {
             let sum = k.reduce_lanes(*sum, 4, |a, b| a + b);
             let (reference, scale_log2) = (*reference, self.scale_log2);
-            if self.lift == 0.0 {
+            if self.max_offset == 0.0 {
                 return finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
             }
             // Multiplying by a power of two is exact.
-            let lower = (-self.lift).exp2();
+            let lower = (-self.max_offset).exp2();
             let sum = k.eval(sum * lower);
             let row = finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
             Finished { factor: k.eval(row.factor * lower), ..row }

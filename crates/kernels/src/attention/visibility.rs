@@ -96,7 +96,7 @@ impl QueryBlocks {
 
 /// The columns that a thread's rows see, `first..=last` counted from the thread's first column;
 /// without `first`, from the beginning on.
-pub(crate) struct Seen {
+pub(crate) struct VisibleColumns {
     pub(crate) first: Option<Vec<Reg<S32>>>,
     pub(crate) last: Vec<Reg<S32>>,
 }
@@ -208,7 +208,7 @@ impl Visibility {
         position: Value<S32>,
         first_column: Reg<S32>,
         key_length: Reg<U32>,
-    ) -> Seen {
+    ) -> VisibleColumns {
         let end = (key_length - 1).reinterpret::<S32>() - first_column;
         let below = |k: &mut Builder, from: Reg<S32>, row: u32| match row {
             0 => from,
@@ -217,13 +217,13 @@ impl Visibility {
         match self {
             Visibility::Dense => {
                 let end = k.eval(end);
-                Seen { first: None, last: vec![end; rows.len()] }
+                VisibleColumns { first: None, last: vec![end; rows.len()] }
             }
             Visibility::Causal => {
                 let end = k.eval(end);
                 let diagonal = k.eval(position - first_column);
                 let last = rows.iter().map(|row| k.eval(plus(diagonal, *row).minimum(end)));
-                Seen { first: None, last: last.collect() }
+                VisibleColumns { first: None, last: last.collect() }
             }
             Visibility::Window(window) => {
                 let chunks: Option<Vec<_>> = window.chunk.map(|_| {
@@ -246,7 +246,7 @@ impl Visibility {
                     firsts[row] = k.eval(firsts[row].maximum(begin));
                     lasts[row] = k.eval(lasts[row].minimum(end));
                 }
-                Seen { first: Some(firsts), last: lasts }
+                VisibleColumns { first: Some(firsts), last: lasts }
             }
         }
     }
@@ -316,7 +316,7 @@ impl Visibility {
         key: Reg<S32>,
         first_column: Reg<S32>,
         [query_length, key_length]: [Reg<U32>; 2],
-    ) -> Seen {
+    ) -> VisibleColumns {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         // Subtracted from a position, gives a column.
         let shift = k.eval(signed(key_length) - signed(query_length) + first_column);
@@ -343,11 +343,11 @@ impl Visibility {
             last.push(k.eval(exists.choose::<S32>(end, -1)));
         }
         let first = (!first.is_empty()).then_some(first);
-        Seen { first, last }
+        VisibleColumns { first, last }
     }
 }
 
-impl Seen {
+impl VisibleColumns {
     /// Sets the scores of hidden keys to minus infinity.
     pub(crate) fn hide_others(&self, k: &mut Builder, scores: &[Score]) {
         self.set_others(k, scores, f32::NEG_INFINITY);
@@ -364,7 +364,7 @@ impl Seen {
         }
     }
 
-    /// Does the same as [`hide_others`](Seen::hide_others) for the columns of a `wgmma`
+    /// Does the same as [`hide_others`](VisibleColumns::hide_others) for the columns of a `wgmma`
     /// accumulator: two neighbours, then eight columns on. Each row has a bit mask with a bit for
     /// each score. The assembler turns seven bits at a time into predicates (`R2P`), so that a
     /// score costs little more than its select, where two comparisons cost two instructions. A

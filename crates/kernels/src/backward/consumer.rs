@@ -12,9 +12,9 @@ use ptx::{
 
 use super::epilogue::{self, Done};
 use super::persistent::{Claims, Handover};
-use super::place::{Place, Tile, Walk};
+use super::tile_scheduler::{Tile, TileScheduler, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
-use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
+use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -138,7 +138,7 @@ impl Registers {
 pub(super) struct Warpgroup<'a> {
     pub(super) backward: &'a Backward,
     pub(super) shared: &'a Shared,
-    pub(super) place: &'a Place,
+    pub(super) scheduler: &'a TileScheduler,
     pub(super) tile: &'a Tile,
     /// The index of this warpgroup among the consumers.
     pub(super) index: Reg<U32>,
@@ -188,13 +188,13 @@ impl Consumer {
         handover: &Handover,
         claims: &Claims,
     ) {
-        let Block { backward, place, .. } = *block;
+        let Block { backward, scheduler, .. } = *block;
         let (phase, tile_phase) = (k.variable(0), k.variable(0));
         k.loop_(|k| {
             handover.tiles.wait_full(k, 0, tile_phase);
             let number = handover.posted.read(k);
             k.break_if(!claims.is_tile(number));
-            let tile = place.find_numbered(k, number);
+            let tile = scheduler.find_numbered(k, number);
             let sums = Sums::zeros(k, backward);
             let group = Warpgroup {
                 phase,
@@ -205,7 +205,7 @@ impl Consumer {
                 group.walk.left.greater(0),
                 |k| {
                     self.steps(k, &group, &sums);
-                    group.go_around(k);
+                    group.skip_to_first_stage(k);
                 },
                 |k| {
                     group.wait_for_keys(k);
@@ -220,10 +220,10 @@ impl Consumer {
 
     /// Stores the `dK` and `dV` that a warpgroup has accumulated.
     fn finish(&self, k: &mut Builder, block: &Block<'_>, group: &Warpgroup<'_>, sums: &Sums) {
-        let Block { backward, place, shared, .. } = *block;
+        let Block { backward, scheduler, shared, .. } = *block;
         // Recomputed rather than kept in registers through the loop.
-        let number = place.number(k);
-        let tile = place.find_numbered(k, number);
+        let number = scheduler.number(k);
+        let tile = scheduler.find_numbered(k, number);
         let first = k.eval(group.index * backward.group_keys());
         let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
@@ -242,11 +242,11 @@ impl Consumer {
             })
             .collect();
         let handover = shared.handover.as_ref();
-        if let (Some(housekeeping), None) = (&shared.housekeeping, handover) {
-            housekeeping.added(k, group.leader);
+        if let (Some(clear_and_round), None) = (&shared.clear_and_round, handover) {
+            clear_and_round.added(k, group.leader);
         }
         k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
-        let (Some(partials), Some(split)) = (&shared.partials, &place.split) else {
+        let (Some(partials), Some(split)) = (&shared.partials, &scheduler.split) else {
             return epilogue::store(k, &tile, &owner, &done, handover);
         };
         let sums: Vec<&Accumulator> = done.iter().map(|it| it.sums).collect();
@@ -378,7 +378,7 @@ impl Consumer {
         k.wait_products(0);
         if last {
             k.set(group.number, group.walk.number);
-            group.walk.advance_number(k, group.place, group.tile);
+            group.walk.advance_number(k, group.scheduler, group.tile);
             group.release_queries(k, part.stage);
             if next.stage == 0 {
                 k.set(group.phase, group.phase ^ 1);
@@ -440,7 +440,7 @@ impl Consumer {
         registers: &Registers,
     ) {
         let rounded = registers.weights.as_ref();
-        if !group.backward.rules.has_slopes() || rounded.is_some() {
+        if !group.backward.rules.has_score_derivative() || rounded.is_some() {
             self.exponentials(k, group, part, &registers.scores, rounded);
         }
     }
@@ -456,22 +456,22 @@ impl Consumer {
         scores: &Accumulator,
         operand: &Fragment,
     ) {
-        if group.backward.rules.has_slopes() {
+        if group.backward.rules.has_score_derivative() {
             self.exponentials(k, group, part, scores, Some(operand));
         } else {
             operand.round(k, scores.registers());
         }
     }
 
-    /// Turns scores into `P` in place. With `capped`, `P` is rounded into that operand at once, for
-    /// the score registers keep `P` times the derivative of the score.
+    /// Turns scores into `P` in place. With `rounded`, `P` is rounded into that operand at once,
+    /// for the score registers keep `P` times the derivative of the score.
     pub(super) fn exponentials(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
         part: Part,
         scores: &Accumulator,
-        capped: Option<&Fragment>,
+        rounded: Option<&Fragment>,
     ) {
         let scores = Score::of(scores);
         self.scores.cap(k, &scores);
@@ -479,16 +479,16 @@ impl Consumer {
         group.hide(k, part, &scores);
         if let Some(mask) = &self.functions.mask {
             group.if_function(k, part, |k| {
-                let standing = group.standing(k, part);
-                mask.apply(k, &scores, &standing);
+                let coordinates = group.coordinates(k, part);
+                mask.apply(k, &scores, &coordinates);
             });
         }
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
-            let batch = group.place.batch(k, group.tile);
+            let batch = group.scheduler.batch(k, group.tile);
             let slope = slopes.unscaled(k, batch, group.walk.head, scale_log2);
             let first = group.first_column(k, part);
-            let [query_length, key_length] = group.place.lengths(k);
+            let [query_length, key_length] = group.scheduler.lengths(k);
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
             let key = group.key(k, part);
@@ -498,7 +498,7 @@ impl Consumer {
             if let Some((slope, distance)) = slope {
                 alibi(k, &scores, &ACCUMULATOR_ROWS, distance.into(), slope);
             }
-            return self.through(k, function, group, part, &scores, capped);
+            return self.exponentials_of_function(k, function, group, part, &scores, rounded);
         }
         let slope = slope.map(|(slope, distance)| {
             (k.eval(-slope), distances(k, &ACCUMULATOR_ROWS, distance.into()))
@@ -519,11 +519,11 @@ impl Consumer {
                 let exponent = k.fma(exponent, self.scores.scale_log2, log_sums[side]);
                 k.exp2(exponent)
             });
-            if let Some(operand) = capped {
+            if let Some(operand) = rounded {
                 operand.set_pair(k, index, weights[0], weights[1]);
             }
             for (weight, score) in weights.into_iter().zip(pair) {
-                if capped.is_none() {
+                if rounded.is_none() {
                     k.set(score.register, weight);
                     continue;
                 }
@@ -533,14 +533,14 @@ impl Consumer {
                     None => score.register,
                     Some(_) => k.eval(score.register.maximum(-1.0)),
                 };
-                let slope = k.fma(-tanh, tanh, 1.0);
-                k.set(score.register, weight * slope);
+                let derivative = k.fma(-tanh, tanh, 1.0);
+                k.set(score.register, weight * derivative);
             }
         }
     }
 
     /// Does the work of `exponentials` where scores go through a score function.
-    fn through(
+    fn exponentials_of_function(
         &self,
         k: &mut Builder,
         function: &FunctionRegisters,
@@ -550,20 +550,27 @@ impl Consumer {
         operand: Option<&Fragment>,
     ) {
         let statistics = group.statistics(k, Statistic::LogSum, part);
-        let standing = group.standing(k, part);
+        let coordinates = group.coordinates(k, part);
         let numbers = (self.scores.scale_log2, statistics);
-        function.weigh(k, scores, &standing, numbers, operand.is_some(), |k, first, weights| {
-            let Some(operand) = operand else { return };
-            let place = |it: &Score| (it.row, it.column);
-            let index = scores.iter().position(|it| place(it) == place(first));
-            operand.set_pair(k, index.unwrap_or(0) / 2, weights[0], weights[1]);
-        });
+        function.probabilities(
+            k,
+            scores,
+            &coordinates,
+            numbers,
+            operand.is_some(),
+            |k, first, weights| {
+                let Some(operand) = operand else { return };
+                let place = |it: &Score| (it.row, it.column);
+                let index = scores.iter().position(|it| place(it) == place(first));
+                operand.set_pair(k, index.unwrap_or(0) / 2, weights[0], weights[1]);
+            },
+        );
     }
 }
 
 impl<'a> Warpgroup<'a> {
     pub(super) fn new(k: &mut Builder, block: &Block<'a>, tile: &'a Tile) -> Self {
-        let Block { backward, shared, tensors, place } = *block;
+        let Block { backward, shared, tensors, scheduler } = *block;
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         // Uniform in the warp, which the shuffle shows to ptxas: tile addresses are computed once a
@@ -572,11 +579,11 @@ impl<'a> Warpgroup<'a> {
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         let position = Accumulator::position(k, thread);
-        let walk = place.follow(k, tile);
+        let walk = scheduler.follow(k, tile);
         Warpgroup {
             backward,
             shared,
-            place,
+            scheduler,
             tile,
             index,
             thread,
@@ -594,26 +601,26 @@ impl<'a> Warpgroup<'a> {
 
     /// Sets the walk to its first step, where steps are read from shared memory.
     pub(super) fn begin(&self, k: &mut Builder) {
-        if let Some(told) = &self.shared.told {
-            told.hear(k, 0, &self.walk);
-            self.walk.find_number(k, self.place, self.tile);
+        if let Some(published) = &self.shared.published_steps {
+            published.read(k, 0, &self.walk);
+            self.walk.find_number(k, self.scheduler, self.tile);
         }
     }
 
     /// Advances the walk to the step that is in `stage`, except for its `number`.
     pub(super) fn advance_block(&self, k: &mut Builder, stage: u32) {
         self.walk.advance_block(k, self.tile);
-        if let Some(told) = &self.shared.told {
-            told.hear(k, stage, &self.walk);
+        if let Some(published) = &self.shared.published_steps {
+            published.read(k, stage, &self.walk);
         }
     }
 
     /// Emits `body`, under a condition where a list says whether the query block needs the mask
     /// function.
     fn if_function(&self, k: &mut Builder, part: Part, body: impl FnOnce(&mut Builder)) {
-        match &self.shared.told {
-            Some(told) => {
-                let needed = told.needs_function(k, part.stage);
+        match &self.shared.published_steps {
+            Some(published) => {
+                let needed = published.needs_function(k, part.stage);
                 k.if_(needed, body);
             }
             None => body(k),
@@ -630,8 +637,8 @@ impl<'a> Warpgroup<'a> {
 
     /// Waits until the `dQ` sums of the tile's head have been cleared.
     fn wait_until_cleared(&self, k: &mut Builder) {
-        if let Some(housekeeping) = &self.shared.housekeeping {
-            housekeeping.wait_until_cleared(k, self.first_phase());
+        if let Some(clear_and_round) = &self.shared.clear_and_round {
+            clear_and_round.wait_until_cleared(k, self.first_phase());
         }
     }
 
@@ -647,7 +654,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Releases the last step's queries, and drains the stages after it, which the producer has
     /// published empty: the next tile begins at stage 0 again.
-    fn go_around(&self, k: &mut Builder) {
+    fn skip_to_first_stage(&self, k: &mut Builder) {
         self.release_queries(k, self.stage);
         let stage = k.variable(self.stage + 1);
         k.loop_(|k| {
@@ -761,22 +768,22 @@ impl<'a> Warpgroup<'a> {
 
     /// Hides the scores of keys that a query of this step does not see.
     pub(super) fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
-        let needs_mask = self.place.needs_mask(k, self.tile, self.walk.block);
+        let needs_mask = self.scheduler.needs_mask(k, self.tile, self.walk.block);
         k.if_(needs_mask, |k| {
             let first = self.first_column(k, part);
-            let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
+            let (scheduler, rows) = (self.scheduler, &ACCUMULATOR_ROWS);
             let key = self.key(k, part);
-            let lengths = place.lengths(k);
-            let seen = place.visibility.seen_from(k, rows, key, first, lengths);
+            let lengths = scheduler.lengths(k);
+            let seen = scheduler.visibility.seen_from(k, rows, key, first, lengths);
             seen.set_others(k, scores, self.backward.rules.hidden_score());
         });
     }
 
     /// Returns the coordinates of the thread's scores, for mask and score functions.
-    fn standing(&self, k: &mut Builder, part: Part) -> Standing<'static> {
-        let [query_length, key_length] = self.place.lengths(k);
-        Standing {
-            batch: self.place.batch(k, self.tile),
+    fn coordinates(&self, k: &mut Builder, part: Part) -> ScoreCoordinates<'static> {
+        let [query_length, key_length] = self.scheduler.lengths(k);
+        ScoreCoordinates {
+            batch: self.scheduler.batch(k, self.tile),
             head: self.walk.head,
             first_query: self.first_column(k, part),
             rows: &ACCUMULATOR_ROWS,
@@ -791,7 +798,7 @@ impl<'a> Warpgroup<'a> {
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         let position = Accumulator::position(k, thread % 128);
-        let first = self.place.first_key(k);
+        let first = self.scheduler.first_key(k);
         let key = first + position.row + part.first_key(self.backward);
         let key = match self.backward.shape() {
             Shape::Wide => key,

@@ -7,7 +7,7 @@ use ptx::{
 };
 
 use super::persistent::Handover;
-use super::place::Tile;
+use super::tile_scheduler::Tile;
 use super::{ROWS, barrier};
 
 /// The warpgroup that stores, the thread's index in it, and its first key within the key block.

@@ -1,12 +1,12 @@
 //! Walks by lists: with a mask function, each key block has a list of the query blocks that see it.
 //!
 //! In the Hopper kernel only threads of the producer warpgroup read the list. With each stage the
-//! producer publishes its query head and list entry in shared memory ([`Told`]), so that consumers
-//! neither wait for loads of the list nor keep a position in it in registers.
+//! producer publishes its query head and list entry in shared memory ([`PublishedSteps`]), so that
+//! consumers neither wait for loads of the list nor keep a position in it in registers.
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, SharedAddress, U32, Value};
 
-use super::place::Walk;
+use super::tile_scheduler::Walk;
 use crate::attention::function::blocks::{self, BlockList, BlockLists, block_of, needs_function};
 
 /// The current position of a walk in its list.
@@ -78,7 +78,7 @@ impl Listed {
 }
 
 /// The step that each stage was loaded for, published to the consumers: query head and list entry.
-pub(super) struct Told {
+pub(super) struct PublishedSteps {
     /// Byte offset of the words of stage 0.
     words: u32,
 }
@@ -86,9 +86,9 @@ pub(super) struct Told {
 /// Bytes for each stage.
 const BYTES: u32 = 8;
 
-impl Told {
+impl PublishedSteps {
     pub(super) fn new(k: &mut Builder, stages: u32) -> Self {
-        Told { words: k.shared("steps of the list", BYTES * stages, BYTES) }
+        PublishedSteps { words: k.shared("steps of the list", BYTES * stages, BYTES) }
     }
 
     fn address(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<SharedAddress> {
@@ -97,7 +97,7 @@ impl Told {
     }
 
     /// Publishes the producer's current step, before it fills a stage.
-    pub(super) fn tell(&self, k: &mut Builder, stage: impl Into<Value<U32>>, walk: &Walk) {
+    pub(super) fn write(&self, k: &mut Builder, stage: impl Into<Value<U32>>, walk: &Walk) {
         if let Some(entry) = walk.entry() {
             let to = self.address(k, stage);
             k.store_vector(to, &[walk.head, entry], Default::default());
@@ -105,7 +105,7 @@ impl Told {
     }
 
     /// Sets a consumer's walk to the step of a stage, which must be full.
-    pub(super) fn hear(&self, k: &mut Builder, stage: u32, walk: &Walk) {
+    pub(super) fn read(&self, k: &mut Builder, stage: u32, walk: &Walk) {
         let from = self.address(k, stage);
         let [head, entry] = k.load_vector::<U32, _, 2>(from, Default::default());
         k.set(walk.head, head);

@@ -62,14 +62,13 @@
 //! order that a [`Sequencer`](crate::Sequencer) wrote. `ragged` maps thread blocks to tiles,
 //! `row_blocks` maps the rows of a sequence to their place in the workspace.
 
+mod clear_and_round;
 mod consumer;
 mod epilogue;
-mod housekeeping;
 mod lists;
 pub(crate) mod order;
 mod pass;
 mod persistent;
-pub(crate) mod place;
 mod producer;
 mod ragged;
 mod rounding;
@@ -77,6 +76,7 @@ pub(crate) mod row_blocks;
 mod row_sums;
 mod sink_gradients;
 mod split;
+pub(crate) mod tile_scheduler;
 mod tuned;
 mod wide;
 
@@ -97,13 +97,13 @@ use crate::Error;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
+use clear_and_round::ClearAndRound;
 use consumer::Consumer;
-use housekeeping::Housekeeping;
-use lists::Told;
-use order::{Rounds, Turns};
+use lists::PublishedSteps;
+use order::{AlternatingWaves, Turns};
 use persistent::{Claims, Handover};
-use place::{Place, Tile};
 use split::{Partials, Split};
+use tile_scheduler::{Tile, TileScheduler};
 
 /// Rows of one `wgmma` accumulator: here, keys.
 const ROWS: u32 = 64;
@@ -176,7 +176,7 @@ struct Shared {
     /// Signals, for each stage, that every warp has written its part of the `dS` tile.
     written: Barriers,
     /// With a mask function: the list entry that each stage was loaded for.
-    told: Option<Told>,
+    published_steps: Option<PublishedSteps>,
     /// In the deterministic mode: the turns at which this block adds its `dQ`.
     turns: Option<Turns>,
     /// For wide heads: what one warpgroup passes to the other.
@@ -186,7 +186,7 @@ struct Shared {
     /// Where tiles are split: the workspace of partial gradients.
     partials: Option<Partials>,
     /// Where the `dQ` workspace is cleared and rounded while the products run.
-    housekeeping: Option<Housekeeping>,
+    clear_and_round: Option<ClearAndRound>,
 }
 
 /// Tensor maps and addresses of tensors and workspaces.
@@ -209,7 +209,7 @@ struct Block<'a> {
     backward: &'a Backward,
     shared: &'a Shared,
     tensors: &'a Tensors,
-    place: &'a Place,
+    scheduler: &'a TileScheduler,
 }
 
 /// The code of a consumer warpgroup for one tile.
@@ -220,7 +220,7 @@ impl Backward {
     pub fn name(&self) -> String {
         let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
-        let batch = batch_name(self.batch);
+        let batch = self.batch.suffix();
         let persistent = if self.persistent { "_persistent" } else { "" };
         let split = if self.split { "_split" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
@@ -297,7 +297,7 @@ impl Backward {
         let exchange = if self.shape() == Shape::Wide { wide::WEIGHTS_BYTES } else { 0 };
         let bytes = once.iter().sum::<u32>()
             + exchange
-            + if self.keeps_house() { Housekeeping::BYTES } else { 0 }
+            + if self.clears_and_rounds() { ClearAndRound::BYTES } else { 0 }
             + stages * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
@@ -318,7 +318,7 @@ impl Backward {
     /// Returns whether `P` is rounded into an operand of its own as soon as it is known, although
     /// the derivative of the score rule must be kept too: narrow heads have the registers.
     fn rounds_early(&self) -> bool {
-        self.rules.has_slopes() && self.shape() == Shape::Square && self.is_narrow()
+        self.rules.has_score_derivative() && self.shape() == Shape::Square && self.is_narrow()
     }
 
     /// Returns whether the `dK` and `dV` accumulators leave many registers free.
@@ -339,7 +339,7 @@ impl Backward {
 
     /// Returns whether the `dQ` workspace is cleared and rounded while the products run: where all
     /// heads have the same number of tiles, `dQ` is added in any order, and shared memory has room.
-    fn keeps_house(&self) -> bool {
+    fn clears_and_rounds(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic
             && self.rules.mask_function.is_none()
@@ -359,7 +359,7 @@ impl Backward {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
-            housekeeping: self.keeps_house(),
+            clear_and_round: self.clears_and_rounds(),
             batch: self.batch,
         }
     }
@@ -443,7 +443,7 @@ impl Backward {
 
     /// Returns whether waves of tiles walk down and up alternately: under a causal mask, where
     /// walks have unequal lengths, if `dQ` is added in any order.
-    pub fn walks_by_rounds(&self) -> bool {
+    pub fn has_alternating_waves(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic
             && self.rules.mask == MaskKind::Causal
@@ -467,26 +467,27 @@ impl Backward {
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let shared = self.shared(k);
-        let mut place = Place::parameters(k, &self.pass());
-        place.posted = shared.handover.as_ref().map(|it| it.posted);
-        place.split = self.split.then(|| Split::parameters(k));
-        place.rounds = self.walks_by_rounds().then(|| Rounds::parameters(k));
+        let mut scheduler = TileScheduler::parameters(k, &self.pass());
+        scheduler.posted = shared.handover.as_ref().map(|it| it.posted);
+        scheduler.split = self.split.then(|| Split::parameters(k));
+        scheduler.waves = self.has_alternating_waves().then(|| AlternatingWaves::parameters(k));
         let consumer = Consumer::parameters(k, self);
         let claims = self.persistent.then(|| Claims::parameters(k));
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
             shared.init(k);
-            place.post(k);
+            scheduler.post(k);
         });
         k.barriers_ready();
-        let block = Block { backward: self, shared: &shared, tensors: &tensors, place: &place };
+        let block =
+            Block { backward: self, shared: &shared, tensors: &tensors, scheduler: &scheduler };
         let producer = Role::warpgroups("producer", 0..1).registers(24);
         if let (Some(handover), Some(claims)) = (&shared.handover, &claims) {
             k.role(producer, |k| {
                 k.if_(thread.equals(0), |k| producer::produce_all(k, &block, handover, claims));
-                if let Some(housekeeping) = &shared.housekeeping {
+                if let Some(clear_and_round) = &shared.clear_and_round {
                     k.if_(thread.at_least(32), |k| {
-                        housekeeping.keep_all(k, &place, handover, claims);
+                        clear_and_round.run_persistent(k, &scheduler, handover, claims);
                     });
                 }
             });
@@ -496,21 +497,21 @@ impl Backward {
             return;
         }
         k.role(producer, |k| {
-            let tile = place.find(k);
-            let walk = place.walk(k, &tile);
+            let tile = scheduler.find(k);
+            let walk = scheduler.walk(k, &tile);
             k.if_(thread.equals(0), |k| producer::produce(k, &block, &tile, &walk));
-            if let Some(housekeeping) = &shared.housekeeping {
-                k.if_(thread.at_least(32), |k| housekeeping.keep(k, &place));
+            if let Some(clear_and_round) = &shared.clear_and_round {
+                k.if_(thread.at_least(32), |k| clear_and_round.run(k, &scheduler));
             }
             if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
-                k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
-                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
+                k.if_(thread.equals(32), |k| turns.grant(k, counters, &scheduler, &tile, &walk));
+                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &scheduler, &tile, &walk));
             }
         });
         let mut consumers = |name: &str, warpgroups, consume: Consume| {
             k.role(Role::warpgroups(name, warpgroups).registers(240), |k| {
-                place.if_tile(k, |k| {
-                    let tile = place.find(k);
+                scheduler.if_tile(k, |k| {
+                    let tile = scheduler.find(k);
                     consume(&consumer, k, &block, &tile);
                 });
             });
@@ -538,9 +539,9 @@ impl Backward {
         let is_wide = self.shape() == Shape::Wide;
         let writers = warps / if is_wide { WARPGROUPS } else { 1 };
         let stages = self.stages();
-        let housekeeping = self.pass().housekeeping;
+        let clear_and_round = self.pass().clear_and_round;
         // Warps that read the posted tile number and release it.
-        let posted = warps + if housekeeping { housekeeping::WARPS } else { 0 };
+        let posted = warps + if clear_and_round { clear_and_round::WARPS } else { 0 };
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
             values: SharedTiles::new(k, "values", self.value_layout(), 1),
@@ -558,21 +559,15 @@ impl Backward {
             exchange: is_wide.then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
-            told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
+            published_steps: self
+                .pass()
+                .takes_block_lists()
+                .then(|| PublishedSteps::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
             handover: self.persistent.then(|| Handover::new(k, posted)),
             partials: self.split.then(|| Partials::parameters(k, self)),
-            housekeeping: housekeeping.then(|| Housekeeping::parameters(k, self, warps)),
+            clear_and_round: clear_and_round.then(|| ClearAndRound::parameters(k, self, warps)),
         }
-    }
-}
-
-/// Returns the suffix of a kernel's name for this kind of batch.
-pub(crate) fn batch_name(batch: Batch) -> &'static str {
-    match batch {
-        Batch::Equal => "",
-        Batch::Ragged => "_ragged",
-        Batch::Paged => "_paged",
     }
 }
 
@@ -603,8 +598,8 @@ impl Shared {
         if let Some(handover) = &self.handover {
             handover.init(k);
         }
-        if let Some(housekeeping) = &self.housekeeping {
-            housekeeping.init(k);
+        if let Some(clear_and_round) = &self.clear_and_round {
+            clear_and_round.init(k);
         }
     }
 }

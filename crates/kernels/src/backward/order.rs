@@ -1,5 +1,5 @@
 //! The order of tiles and of `dQ` additions: the deterministic mode, and the alternating waves of
-//! causal problems ([`Rounds`]).
+//! causal problems ([`AlternatingWaves`]).
 //!
 //! In the deterministic mode, additions to a query block's `dQ` come in one fixed order. Each query
 //! block of each head has a counter. A thread block may add once the counter says that its
@@ -28,13 +28,14 @@
 //! for memory themselves.
 
 use ptx::{
-    Barriers, Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder,
-    Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
+    Barriers, Builder, Choose, Expression, GlobalAddress, Pipeline, Pred, Reg, Scope,
+    SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
-use super::place::{Path, Place, Tile, Walk};
+use super::tile_scheduler::{Path, Tile, TileScheduler, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
+use crate::exchange::poll;
 use crate::parameter::Number;
 
 /// Nanoseconds between two polls of a counter: far less than a poll takes.
@@ -95,19 +96,19 @@ impl Direction {
 ///          |  \  /  |  \  /
 ///          |   \/   |   \/     time
 /// ```
-pub(super) struct Rounds {
+pub(super) struct AlternatingWaves {
     tiles: DivisorRegisters,
 }
 
-impl Rounds {
+impl AlternatingWaves {
     pub(super) fn parameters(k: &mut Builder) -> Self {
-        Rounds { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
+        AlternatingWaves { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
     }
 
     /// Returns the direction of a tile's walk.
     pub(super) fn direction(&self, k: &mut Builder, number: Reg<U32>) -> Direction {
-        let (round, _) = self.tiles.divide(k, number);
-        Direction { down: k.eval((round & 1).equals(0)) }
+        let (wave, _) = self.tiles.divide(k, number);
+        Direction { down: k.eval((wave & 1).equals(0)) }
     }
 }
 
@@ -169,13 +170,7 @@ impl Turn {
         };
         k.if_(waits, |k| {
             let counter = counter(k, counters, walk);
-            k.loop_(|k| {
-                let order = LoadOrder::Acquire(Scope::Gpu);
-                let hint = LoadHint { order, ..LoadHint::default() };
-                let [passed] = k.load_vector::<U32, _, 1>(counter, hint);
-                k.break_if(passed.equals(position));
-                k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-            });
+            poll(k, counter, SLEEP, |passed| passed.equals(position));
         });
     }
 
@@ -189,12 +184,17 @@ impl Turn {
     }
 
     /// Returns the query blocks that see the preceding key block. Walks by lists do without.
-    fn seen_before(&self, k: &mut Builder, place: &Place, walk: &Walk) -> Option<QueryBlocks> {
+    fn seen_before(
+        &self,
+        k: &mut Builder,
+        scheduler: &TileScheduler,
+        walk: &Walk,
+    ) -> Option<QueryBlocks> {
         if let Path::Listed { .. } = walk.path {
             return None;
         }
-        let before = self.before(k, place.key_block);
-        Some(place.query_blocks_of(k, before))
+        let before = self.before(k, scheduler.key_block);
+        Some(scheduler.query_blocks_of(k, before))
     }
 
     /// Passes the turn on after this block has added; called by one thread.
@@ -273,14 +273,14 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &Place,
+        scheduler: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
-        let Some(turn) = place.turn(k) else { return };
-        let before = turn.seen_before(k, place, walk);
+        let Some(turn) = scheduler.turn(k) else { return };
+        let before = turn.seen_before(k, scheduler, walk);
         let granted = self.granted.producer(k);
-        place.every_step(k, tile, walk, |k| {
+        scheduler.every_step(k, tile, walk, |k| {
             let stage = granted.acquire(k);
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
@@ -295,13 +295,13 @@ impl Turns {
         &self,
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
-        place: &Place,
+        scheduler: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
-        let Some(turn) = place.turn(k) else { return };
+        let Some(turn) = scheduler.turn(k) else { return };
         let granted = self.granted.consumer(k);
-        place.every_step(k, tile, walk, |k| {
+        scheduler.every_step(k, tile, walk, |k| {
             let stage = granted.wait(k);
             let added = self.added.at(k, stage);
             k.mbarrier_wait(added, granted.phase(), Scope::Block);
@@ -316,17 +316,22 @@ impl Turns {
 pub(crate) fn await_turn(
     k: &mut Builder,
     counters: Reg<GlobalAddress>,
-    place: &Place,
+    scheduler: &TileScheduler,
     walk: &Walk,
 ) {
-    let Some(turn) = place.turn(k) else { return };
-    let before = turn.seen_before(k, place, walk);
+    let Some(turn) = scheduler.turn(k) else { return };
+    let before = turn.seen_before(k, scheduler, walk);
     turn.wait(k, counters, walk, before.as_ref());
 }
 
 /// Passes on the turn that `await_turn` waited for; called by one thread.
-pub(crate) fn pass_turn(k: &mut Builder, counters: Reg<GlobalAddress>, place: &Place, walk: &Walk) {
-    let Some(turn) = place.turn(k) else { return };
+pub(crate) fn pass_turn(
+    k: &mut Builder,
+    counters: Reg<GlobalAddress>,
+    scheduler: &TileScheduler,
+    walk: &Walk,
+) {
+    let Some(turn) = scheduler.turn(k) else { return };
     turn.pass_on(k, counters, walk);
 }
 

@@ -26,7 +26,7 @@ pub struct BackwardPass {
     /// Whether `dQ` is added in one fixed order.
     pub deterministic: bool,
     /// Whether the main kernel also clears and rounds part of the `dQ` sums.
-    pub housekeeping: bool,
+    pub clear_and_round: bool,
     /// How sequences are stored.
     pub batch: Batch,
 }
@@ -108,7 +108,7 @@ impl BackwardPass {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
-            counters: self.deterministic || self.housekeeping,
+            counters: self.deterministic || self.clear_and_round,
             batch: self.batch,
         }
     }

@@ -5,7 +5,7 @@ use ptx::{Builder, CopyHint, Expression, Producer, S32, SharedTiles, TensorMap, 
 
 use super::Block;
 use super::persistent::{Claims, Handover};
-use super::place::{Tile, Walk};
+use super::tile_scheduler::{Tile, Walk};
 
 /// Loads the single tile of a block.
 pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Walk) {
@@ -27,14 +27,14 @@ pub(super) fn produce_all(
     handover: &Handover,
     claims: &Claims,
 ) {
-    let Block { shared, tensors, place, .. } = *block;
+    let Block { shared, tensors, scheduler, .. } = *block;
     let loader = Loader::new(k, block);
     let tiles = handover.tiles.producer(k);
     let first = k.block_index();
     let number = k.variable(first);
     k.loop_(|k| {
-        let tile = place.find_numbered(k, number);
-        let walk = place.walk(k, &tile);
+        let tile = scheduler.find_numbered(k, number);
+        let walk = scheduler.walk(k, &tile);
         k.if_(walk.left.greater(0), |k| {
             loader.load_queries(k, &tile, &walk);
             loader.load_output_gradients(k, &tile, &walk);
@@ -47,7 +47,7 @@ pub(super) fn produce_all(
         tiles.advance(k);
         loader.load_once(k, &tile, 1, &shared.values, tensors.values);
         k.if_(walk.left.greater(0), |k| loader.load_rest(k, &tile, &walk));
-        loader.go_around(k);
+        loader.skip_to_first_stage(k);
         let next = claims.claim(k);
         k.set(number, next);
         k.break_if(!claims.is_tile(number));
@@ -74,7 +74,7 @@ impl<'a> Loader<'a> {
 
     /// Advances to stage 0, publishing the stages on the way empty: the consumers' loop is unrolled
     /// over constant stages, so each tile must begin at stage 0.
-    fn go_around(&self, k: &mut Builder) {
+    fn skip_to_first_stage(&self, k: &mut Builder) {
         k.loop_(|k| {
             k.break_if(self.queries.stage().equals(0));
             for producer in [&self.queries, &self.output_gradients] {
@@ -95,8 +95,8 @@ impl<'a> Loader<'a> {
             let number = exchange.number(k, stage);
             k.store(number, walk.number);
         }
-        if let Some(told) = &shared.told {
-            told.tell(k, stage, walk);
+        if let Some(published) = &shared.published_steps {
+            published.write(k, stage, walk);
         }
         let full = queries.expect(k, shared.queries.layout().bytes() + statistics_bytes);
         let corner = self.corner(k, tile, walk);
@@ -120,7 +120,7 @@ impl<'a> Loader<'a> {
     /// Loads queries and output gradients of all steps after the current one.
     fn load_rest(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
         k.loop_(|k| {
-            walk.advance(k, self.block.place, tile);
+            walk.advance(k, self.block.scheduler, tile);
             k.break_if(walk.left.equals(0));
             self.load_queries(k, tile, walk);
             self.load_output_gradients(k, tile, walk);

@@ -37,7 +37,7 @@ pub(super) struct Ragged {
     words: u32,
     /// Whether each step reads the visible query blocks from shared memory again: where capped
     /// scores and ALiBi together leave no registers for them.
-    pub(super) looks_again: bool,
+    pub(super) reloads_query_blocks: bool,
     /// Whether additions to `dQ` come in one fixed order.
     deterministic: bool,
 }
@@ -76,7 +76,9 @@ impl Ragged {
             key_block: pass.key_block,
             query_blocks: Number::QueryBlocks.read(k),
             words: k.shared("tile", Ragged::BYTES, 16),
-            looks_again: rules.alibi && rules.has_slopes() && rules.score_function.is_none(),
+            reloads_query_blocks: rules.alibi
+                && rules.has_score_derivative()
+                && rules.score_function.is_none(),
             deterministic: pass.deterministic,
         }
     }

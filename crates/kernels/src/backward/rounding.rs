@@ -11,7 +11,7 @@ use ptx::{
 };
 
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, batch_name};
+use super::{Backward, SumsLayout};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
@@ -49,7 +49,7 @@ impl Rounding {
     pub fn name(&self) -> String {
         let Rounding { target, element, head_dim, sums, batch } = self;
         let SumsLayout { query_block, columns, part_queries } = sums;
-        let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch_name(*batch));
+        let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch.suffix());
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 

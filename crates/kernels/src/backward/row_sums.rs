@@ -10,7 +10,7 @@ use ptx::{
 };
 
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, batch_name};
+use super::{Backward, SumsLayout};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
@@ -47,7 +47,7 @@ impl RowSums {
     pub fn name(&self) -> String {
         let RowSums { target, element, value_head_dim, sums, counters, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
-        let (counters, batch) = (if *counters { "_counters" } else { "" }, batch_name(*batch));
+        let (counters, batch) = (if *counters { "_counters" } else { "" }, batch.suffix());
         let sums = format!("{query_block}x{columns}");
         format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
     }

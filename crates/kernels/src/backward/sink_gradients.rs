@@ -8,13 +8,13 @@ use ptx::{
     Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
 };
 
-use super::{Backward, batch_name};
+use super::Backward;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
-use crate::sequencer::Batch as Sequences;
+use crate::sequencer::RaggedBatch;
 use crate::{Configuration, Error, mma};
 
 /// Threads of a thread block.
@@ -39,7 +39,7 @@ pub struct SinkGradients {
 /// The launch's parameters for the query rows of a head, over all sequences.
 enum AllRows {
     Equal { lengths: [Reg<U32>; 2], batch: Reg<U32>, heads: Reg<U32> },
-    Ragged(Sequences),
+    Ragged(RaggedBatch),
 }
 
 impl SinkGradients {
@@ -47,7 +47,7 @@ impl SinkGradients {
     pub fn name(&self) -> String {
         let SinkGradients { target, mask, query_block, batch } = self;
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
-        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch_name(*batch))
+        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch.suffix())
     }
 
     /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
@@ -101,7 +101,7 @@ impl SinkGradients {
                 let (batch, heads) = (Number::Batch.read(k), Number::QueryHeads.read(k));
                 AllRows::Equal { lengths, batch, heads }
             }
-            _ => AllRows::Ragged(Sequences::parameters(k)),
+            _ => AllRows::Ragged(RaggedBatch::parameters(k)),
         };
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let visibility = Visibility::parameters(k, self.mask);

@@ -14,7 +14,8 @@ use ptx::{
 use super::epilogue::Owner;
 use super::{Backward, WARPGROUPS, barrier};
 use crate::divisor::DivisorRegisters;
-use crate::forward::{FRESH, PARTIAL_STEP};
+use crate::exchange::L2_ONLY;
+use crate::forward::PARTIAL_STEP;
 use crate::parameter::{Number, Workspace};
 
 /// Byte offset of the counters of parts, after the counter of claims of persistent kernels.
@@ -146,7 +147,7 @@ impl Partials {
             let at = self.address(k, owner, part);
             for (index, four) in (0u32..).zip(fours(sums)) {
                 let at = at + u64::from(index * PARTIAL_STEP);
-                let theirs = k.load_vector::<ptx::F32, _, 4>(at, FRESH);
+                let theirs = k.load_vector::<ptx::F32, _, 4>(at, L2_ONLY);
                 for (mine, theirs) in four.iter().zip(theirs) {
                     k.set(*mine, *mine + theirs);
                 }

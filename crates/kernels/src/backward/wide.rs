@@ -26,7 +26,7 @@ use ptx::{
 
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
 use super::epilogue::{self, Done};
-use super::place::{Place, Tile};
+use super::tile_scheduler::{Tile, TileScheduler};
 use super::{Block, PART, ROWS, WARPGROUPS};
 
 /// Bytes of the `P` that is handed over: one 64 x 64 accumulator.
@@ -109,7 +109,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, block.backward.value_layout().columns);
         let half = Half::new(k, block, tile, 0);
         k.if_(half.group.walk.left.greater(0), |k| self.weights_steps(k, &half, &sums));
-        half.store(k, block.place, self.value_gradients(block, &sums, 0));
+        half.store(k, block.scheduler, self.value_gradients(block, &sums, 0));
     }
 
     /// Runs the gradients warpgroup: `dP`, `dS` and `dK`.
@@ -117,7 +117,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, block.backward.key_layout().columns);
         let half = Half::new(k, block, tile, 1);
         k.if_(half.group.walk.left.greater(0), |k| half.gradients_steps(k, &sums));
-        half.store(k, block.place, self.key_gradients(block, &sums, 0));
+        half.store(k, block.scheduler, self.key_gradients(block, &sums, 0));
     }
 
     fn weights_steps(&self, k: &mut Builder, half: &Half<'_>, sums: &Accumulator) {
@@ -128,11 +128,11 @@ impl Consumer {
         group.begin(k);
         half.start_scores(k, Part::FIRST);
         k.wait_products(0);
-        let slopes = group.backward.rules.has_slopes();
+        let differentiated = group.backward.rules.has_score_derivative();
         let Registers { scores, operand, .. } = registers;
-        self.exponentials(k, group, Part::FIRST, scores, slopes.then_some(operand));
+        self.exponentials(k, group, Part::FIRST, scores, differentiated.then_some(operand));
         half.hand_over(k, false);
-        if !slopes {
+        if !differentiated {
             operand.round(k, scores.registers());
         }
         group.release_queries(k, 0u32);
@@ -160,7 +160,7 @@ impl Consumer {
         first: bool,
     ) {
         let Half { group, registers: Registers { scores, query_gradients, operand }, .. } = half;
-        let slopes = group.backward.rules.has_slopes();
+        let differentiated = group.backward.rules.has_score_derivative();
         group.wait_for_output_gradients(k, part, part);
         k.set(group.stage, part.stage);
         k.break_if(group.walk.left.equals(1));
@@ -176,7 +176,7 @@ impl Consumer {
         }
         k.wait_products(1 + u32::from(before.is_some()));
         group.advance_block(k, next.stage);
-        if !slopes {
+        if !differentiated {
             self.exponentials(k, group, next, scores, None);
             group.release_queries(k, next.stage);
             half.hand_over(k, true);
@@ -187,7 +187,7 @@ impl Consumer {
             k.wait_products(0);
         }
 
-        if slopes {
+        if differentiated {
             // Added here already, for the exponentials need its registers.
             if let Some(before) = before {
                 half.add_first(k, group.number, before.stage, phase(before));
@@ -200,14 +200,14 @@ impl Consumer {
         }
         if let Some(before) = before {
             half.second_query_gradients(k, group.number, before.stage, |k| {
-                if !slopes {
+                if !differentiated {
                     half.add_first(k, group.number, before.stage, phase(before));
                 }
             });
             half.multiplied(k, before.stage);
         }
         k.set(group.number, group.walk.number);
-        group.walk.advance_number(k, group.place, group.tile);
+        group.walk.advance_number(k, group.scheduler, group.tile);
         if next.stage == 0 {
             k.set(group.phase, group.phase ^ 1);
         }
@@ -236,8 +236,8 @@ impl<'a> Half<'a> {
     }
 
     /// Rounds and stores this warpgroup's `dK` or `dV`.
-    fn store(&self, k: &mut Builder, place: &Place, done: Done<'_>) {
-        let tile = place.find(k);
+    fn store(&self, k: &mut Builder, scheduler: &TileScheduler, done: Done<'_>) {
+        let tile = scheduler.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };
         self.lead(k, &self.exchange.ended, 0);

@@ -4,20 +4,17 @@
 //! last. The arrival counter is reset to zero, as it was found.
 
 use ptx::{
-    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, LoadCache, LoadHint, Pred, Reg,
-    Scope, SharedAddress, U32, U64, Value,
+    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, Scope, SharedAddress,
+    U32, U64, Value,
 };
 
 use super::merge::{Item, Merge, Sums};
 use super::schedule::Part;
 use crate::attention::rows::reference;
+use crate::exchange::L2_ONLY;
 
 /// Parts whose loads are in flight at the same time.
-pub(super) const TOGETHER: u32 = 16;
-
-/// Load hint for parts that other multiprocessors wrote: L2 only, not this multiprocessor's L1.
-pub(super) const FRESH: LoadHint =
-    LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
+pub(super) const PARTS_IN_FLIGHT: u32 = 16;
 
 /// Counts, at the counter with this index, that what this block has stored is complete; returns
 /// whether the block was the last of `all`.
@@ -101,7 +98,8 @@ impl<'a> Combine<'a> {
         let (merge, decode) = (self.merge, self.merge.decode);
         let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
         let rows = k.eval(self.part.rows.count.minimum(decode.rows));
-        let padded = k.eval((self.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
+        let padded =
+            k.eval((self.teams + (PARTS_IN_FLIGHT - 1)) / PARTS_IN_FLIGHT * PARTS_IN_FLIGHT);
         k.for_range(warp, rows, decode.warps, |k, row| {
             let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
             let place = k.eval(place.convert::<U64>());
@@ -110,7 +108,7 @@ impl<'a> Combine<'a> {
             let (top, share) = (k.variable(f32::NEG_INFINITY), k.variable(0.0));
             k.for_range(lane, self.teams, 32, |k, index| {
                 let address = self.address(k, index);
-                let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(address + place, FRESH);
+                let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(address + place, L2_ONLY);
                 k.store(self.factor_place(row, index), maximum);
                 let new = k.eval(top.maximum(maximum));
                 let reference = reference(k, new);
@@ -147,13 +145,13 @@ impl<'a> Combine<'a> {
         let place = k.eval((item.row * decode.value_head_dim + item.column) * 4);
         let place = k.eval(place.convert::<U64>());
         let last = k.eval(self.teams - 1);
-        k.for_range(0, self.teams, TOGETHER, |k, first| {
-            let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..TOGETHER)
+        k.for_range(0, self.teams, PARTS_IN_FLIGHT, |k, first| {
+            let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..PARTS_IN_FLIGHT)
                 .map(|ahead| {
                     // Beyond the last part, the last is loaded again, with a factor of zero.
                     let index = k.eval((first + ahead).minimum(last));
                     let address = self.address(k, index);
-                    let values = k.load_vector(address + place, FRESH);
+                    let values = k.load_vector(address + place, L2_ONLY);
                     (k.load(self.factor_place(item.row, first + ahead)), values)
                 })
                 .collect();

@@ -22,15 +22,16 @@
 
 use ptx::{Builder, Expression, F32, Reg, U32, U64, Value};
 
-use super::combine::{FRESH, TOGETHER, arrive};
+use super::combine::{PARTS_IN_FLIGHT, arrive};
 use super::merge::{Item, Merge, Sums};
 use super::schedule::Share;
 use super::walk::Walk;
 use crate::attention::rows::reference;
+use crate::exchange::L2_ONLY;
 use crate::parameter::Number;
 
 /// Splits per group: as many as are loaded at a time.
-pub(super) const GROUP: u32 = TOGETHER;
+pub(super) const GROUP: u32 = PARTS_IN_FLIGHT;
 
 /// Indices of a block's two arrival counters: of a shared group, and of a shared sequence.
 const OF_GROUP: u32 = 0;
@@ -313,15 +314,16 @@ impl<'a> Fixed<'a> {
         let all = Sums::nothing(k);
         // The queries occupy registers as well: with wide heads there is room for half of the
         // loads.
-        let together = if decode.running_parts() > 0 { TOGETHER / 2 } else { TOGETHER };
+        let together =
+            if decode.running_parts() > 0 { PARTS_IN_FLIGHT / 2 } else { PARTS_IN_FLIGHT };
         k.for_range(0, count, together, |k, first| {
             let loaded: Vec<Sums> = (0..together)
                 .map(|ahead| {
                     // Beyond the last part, the last is loaded again and not used.
                     let index = k.eval((first + ahead).minimum(last));
                     let part = k.eval(base + index.convert::<U64>() * decode.part_bytes());
-                    let outputs = k.load_vector(part + place, FRESH);
-                    let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(part + row, FRESH);
+                    let outputs = k.load_vector(part + place, L2_ONLY);
+                    let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(part + row, L2_ONLY);
                     Sums { outputs, maximum, sum }
                 })
                 .collect();

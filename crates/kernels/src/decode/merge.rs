@@ -135,9 +135,9 @@ impl<'a> Merge<'a> {
         let decode = self.decode;
         let rows = k.eval(self.rows + warp * (8 * decode.rows));
         let outputs = k.eval(self.outputs + warp * (4 * decode.rows * decode.value_head_dim));
-        if let Some(unit) = &walk.unit {
-            let unit = unit.value(k);
-            walk.output.scale(k, unit);
+        if let Some(scale) = &walk.output_scale {
+            let scale = scale.value(k);
+            walk.output.scale(k, scale);
         }
         for eight in 0..decode.rows as usize / 8 {
             let sum = k.reduce_lanes(walk.softmax.sum[eight], 4, |a, b| a + b);
@@ -148,7 +148,7 @@ impl<'a> Merge<'a> {
             for odd in 0..2 {
                 let row = k.eval(lane % 4 * 2 + (8 * eight + odd));
                 for (tile, _, cell) in walk.output.eight(eight).cells() {
-                    if decode.cache.is_narrow() {
+                    if decode.cache.is_8_bit() {
                         // The thread's two columns are neighbours: see `Output`.
                         let column = k.eval(lane / 4 * 2 + 16 * tile);
                         let at = outputs + self.output_byte(row, column);
@@ -295,7 +295,7 @@ impl<'a> Merge<'a> {
         let bytes = (item.column * self.decode.element.bytes()).convert::<U64>();
         let address = k.eval(address + bytes);
         let outputs = match self.decode.splits {
-            Splits::Shares => sums.outputs.map(|output| k.eval(output * factor)),
+            Splits::Balanced => sums.outputs.map(|output| k.eval(output * factor)),
             // Folding a split that the row sees nothing of may have turned a minus zero into a
             // zero: adding 0.0 makes every zero positive.
             Splits::Fixed { .. } => sums.outputs.map(|output| k.fma(output, factor, 0.0)),

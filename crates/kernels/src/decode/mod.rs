@@ -107,12 +107,13 @@ pub struct Decode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Splits {
     /// At the boundaries between the shares of teams, which depend on the whole batch.
-    Shares,
-    /// Every `rounds` tiles of each warp, counted from the sequence's first key: a query's result
-    /// has the same bits whatever else is in the batch, and however many queries come with it.
+    Balanced,
+    /// Every `tiles_per_warp` tiles of each warp, counted from the sequence's first key: a query's
+    /// result has the same bits whatever else is in the batch, and however many queries come with
+    /// it.
     Fixed {
         /// Tiles of each warp in a split.
-        rounds: u32,
+        tiles_per_warp: u32,
     },
 }
 
@@ -150,8 +151,8 @@ impl Decode {
         let extras = format!("{paged}{chunked}{}", self.rules.extras());
         let cache = self.cache.suffix(self.element);
         let fixed = match self.splits {
-            Splits::Shares => String::new(),
-            Splits::Fixed { rounds } => format!("_fixed{rounds}"),
+            Splits::Balanced => String::new(),
+            Splits::Fixed { tiles_per_warp } => format!("_fixed{tiles_per_warp}"),
         };
         format!(
             "decode_{element}{cache}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}{fixed}"
@@ -161,8 +162,8 @@ impl Decode {
     /// Returns the tiles in one unit of the batch's list: 1, or the tiles of a split of fixed size.
     pub const fn unit_tiles(&self) -> u32 {
         match self.splits {
-            Splits::Shares => 1,
-            Splits::Fixed { rounds } => rounds * self.warps,
+            Splits::Balanced => 1,
+            Splits::Fixed { tiles_per_warp } => tiles_per_warp * self.warps,
         }
     }
 
@@ -177,7 +178,7 @@ impl Decode {
     pub const fn parts_of_block(&self, keys: u64) -> u64 {
         match self.splits {
             // One sequence that began before the block's share, and one that goes on after it.
-            Splits::Shares => 2,
+            Splits::Balanced => 2,
             // The splits of a group that is shared with other teams, and the groups of such a
             // sequence.
             Splits::Fixed { .. } => {
@@ -220,7 +221,7 @@ impl Decode {
 
     /// Returns the operand element of both products: of Q and K, and of P and V.
     const fn operand(&self) -> Element {
-        if self.cache.is_narrow() { Element::F16 } else { self.element }
+        if self.cache.is_8_bit() { Element::F16 } else { self.element }
     }
 
     /// Returns the bytes of the per-token scales of a tile.
@@ -242,7 +243,7 @@ impl Decode {
     /// Returns the most teams that a launch may have: the block that combines a sequence has shared
     /// memory for the factors of that many partial results.
     pub const fn most_teams(&self) -> u32 {
-        self.factors_of_a_row() / combine::TOGETHER * combine::TOGETHER
+        self.factors_of_a_row() / combine::PARTS_IN_FLIGHT * combine::PARTS_IN_FLIGHT
     }
 
     /// Returns how many factors of partial results a row has shared memory for, in the space of the
@@ -269,7 +270,7 @@ impl Decode {
 
     /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        let narrow = self.cache.is_narrow();
+        let narrow = self.cache.is_8_bit();
         let chunk = 16 / self.cache.element.bytes();
         let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(chunk);
         // The driver reserves 1 KB of the multiprocessor's shared memory for each block.
@@ -298,11 +299,11 @@ impl Decode {
             ),
             (self.most_teams() == 0, "there is no room for the factors of parts"),
             (
-                self.splits == Splits::Fixed { rounds: 0 },
+                self.splits == Splits::Fixed { tiles_per_warp: 0 },
                 "a split of fixed size has at least a tile for each warp",
             ),
             (
-                self.splits != Splits::Shares && self.cache.value_scales == Scales::PerToken,
+                self.splits != Splits::Balanced && self.cache.value_scales == Scales::PerToken,
                 "a row's rounding would depend on the scales of tokens that only others see",
             ),
             (
@@ -338,7 +339,7 @@ impl Decode {
     /// | `Entries` | the number of batch entries or pages of the cache |
     /// | `BlockTable`, `PageColumns`, `PageSize` | only with pages; the size is a [`Divisor`](crate::Divisor) |
     /// | `KeyHeads`, `GroupSize`, `BlocksPerTeam`, `Teams` | [`Divisor`](crate::Divisor)s |
-    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Shares`] |
+    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Balanced`] |
     /// | `PartsPerBlock` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
     /// | `ReachLeft`, `ReachRight` | keys before and after a query's position that it sees |
     /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
@@ -364,7 +365,7 @@ impl Decode {
         let block = k.block_index();
         let thread = k.thread_index();
         let thread = k.eval(block * self.threads() + thread);
-        places.warm(k, schedule.sequences(), thread);
+        places.prefetch_block_table(k, schedule.sequences(), thread);
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
         let ring = copies.prepare(k, self, &places, &numbers, &scaling);
@@ -372,7 +373,7 @@ impl Decode {
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
-        let fixed = (self.splits != Splits::Shares).then(|| Fixed::new(k, &merge));
+        let fixed = (self.splits != Splits::Balanced).then(|| Fixed::new(k, &merge));
         let begin = |k: &mut Builder, cursor: &mut Cursor| {
             cursor.load(k, self, &schedule, &places, &numbers);
             ring.begin(k, cursor);
@@ -394,12 +395,12 @@ impl Decode {
                     merge.finish(k, &walk, &part);
                     return k.break_if(!more);
                 };
-                let sight = walk.sight(k, &cursor, slopes, &functions);
+                let score_rows = walk.score_rows(k, &cursor, slopes, &functions);
                 let tile = k.variable(ring.warp());
                 let split = k.variable(cursor.first_split());
                 k.loop_(|k| {
                     let end = cursor.end_tile(k, self, split);
-                    walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
+                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end), scores, &functions);
                     let share = cursor.share(k, &numbers);
                     let last = k.eval((split + 1).at_least(share.end));
                     k.if_(last, |k| {

@@ -70,7 +70,7 @@ pub(super) fn scores(
     let steps = decode.head_dim.div_ceil(16) as usize;
     for load in 0..reader.steps() {
         for row in 0..decode.tile_keys / 16 {
-            match decode.cache.is_narrow() {
+            match decode.cache.is_8_bit() {
                 false => {
                     let keys = reader.b(k, 16 * row, load);
                     multiply(k, load as usize, row, keys);
@@ -109,7 +109,7 @@ pub(super) fn update(
     let columns = decode.value_head_dim.div_ceil(16) as usize;
     for load in 0..reader.steps() {
         for row in 0..decode.tile_keys / 16 {
-            match decode.cache.is_narrow() {
+            match decode.cache.is_8_bit() {
                 false => {
                     let values = reader.a(k, 16 * row, load);
                     multiply(k, load as usize, row, values);

@@ -56,7 +56,7 @@ impl Queries {
         let rows = (0..decode.rows / 8).map(|eight| {
             let row = Row::of(k, numbers, cursor, eight);
             let words = load_row(k, decode, numbers, (address, strides), cursor, &row);
-            match decode.cache.is_narrow() && decode.element != decode.operand() {
+            match decode.cache.is_8_bit() && decode.element != decode.operand() {
                 true => to_f16(k, words),
                 false => (words, None),
             }
@@ -85,7 +85,7 @@ fn load_row(
 ) -> Vec<[Packed; 2]> {
     // `ldmatrix` gives a thread four neighbouring columns of 8-bit keys, so the pairs of a step are
     // neighbours; with 16-bit keys they are eight columns apart.
-    let (apart, thread_bytes) = if decode.cache.is_narrow() { (4, 8) } else { (16, 4) };
+    let (apart, thread_bytes) = if decode.cache.is_8_bit() { (4, 8) } else { (16, 4) };
     let steps = decode.head_dim.div_ceil(16);
     let words: Vec<[Packed; 2]> =
         (0..steps).map(|_| [0, 1].map(|_| k.packed_zero(decode.element))).collect();

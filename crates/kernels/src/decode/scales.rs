@@ -131,22 +131,22 @@ impl TokenScales {
     }
 }
 
-/// The unit of a warp's outputs where each token has a value scale: the bits of a power of two as
-/// an `f32`.
-pub(super) struct Unit(Reg<U32>);
+/// The scale of a warp's output accumulators where each token has a value scale: the bits of a
+/// power of two as an `f32`.
+pub(super) struct OutputScale(Reg<U32>);
 
-impl Unit {
-    /// Bits of the smallest and of the largest unit, for which both the unit and its reciprocal are
-    /// normal numbers.
+impl OutputScale {
+    /// Bits of the smallest and of the largest scale, for which both the scale and its reciprocal
+    /// are normal numbers.
     const EXPONENTS: [u32; 2] = [1 << 23, 253 << 23];
 
     pub(super) fn new(k: &mut Builder, decode: &Decode) -> Option<Self> {
         let tokens = decode.cache.value_scales == Scales::PerToken;
-        tokens.then(|| Unit(k.variable(Self::EXPONENTS[0])))
+        tokens.then(|| OutputScale(k.variable(Self::EXPONENTS[0])))
     }
 
-    /// Raises the unit to the largest scale of a tile. Returns the tile's scales in the new unit,
-    /// and the factor by which earlier outputs shrink.
+    /// Raises the scale to the largest one of a tile. Returns the tile's scales divided by the
+    /// new scale, and the factor by which earlier outputs shrink.
     pub(super) fn take(&self, k: &mut Builder, scales: &[Reg<F32>]) -> (Vec<Reg<F32>>, Reg<F32>) {
         let mut largest = k.absolute(scales[0]);
         for scale in &scales[1..] {
@@ -163,7 +163,7 @@ impl Unit {
         (scales.iter().map(|scale| k.eval(*scale * inverse)).collect(), shrink)
     }
 
-    /// Returns the unit as a number.
+    /// Returns the scale as a number.
     pub(super) fn value(&self, k: &mut Builder) -> Reg<F32> {
         k.eval(self.0.reinterpret::<F32>())
     }

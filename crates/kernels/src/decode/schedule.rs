@@ -61,7 +61,7 @@ pub(super) fn own_queries(
     queries: Reg<U32>,
 ) -> [Reg<U32>; 2] {
     match decode.splits {
-        Splits::Shares => [k.eval::<U32>(0), k.eval(queries.maximum(1) - 1)],
+        Splits::Balanced => [k.eval::<U32>(0), k.eval(queries.maximum(1) - 1)],
         Splits::Fixed { .. } => {
             let (first, _) = numbers.group.divide(k, numbers.first_row);
             let last = k.eval(numbers.first_row + (decode.rows - 1));
@@ -86,7 +86,7 @@ impl Schedule {
             key_starts: List::KeyStarts.address(k),
             teams: DivisorRegisters::parameters(k, Number::Teams),
             least_tiles: match decode.splits {
-                Splits::Shares => Some(Number::LeastTiles.read(k)),
+                Splits::Balanced => Some(Number::LeastTiles.read(k)),
                 Splits::Fixed { .. } => None,
             },
             visibility: Visibility::parameters(k, decode.rules.mask),
@@ -125,7 +125,7 @@ impl Schedule {
 
         // Query 0 has position `keys - queries`.
         let first_position = k.eval(signed(keys) - signed(queries));
-        if decode.splits == Splits::Shares {
+        if decode.splits == Splits::Balanced {
             let [begin, _] = self.visibility.keys(k, first_position, keys);
             let begin = k.eval(begin.reinterpret::<U32>());
             let first_tile = k.eval(begin / decode.tile_keys);
@@ -332,7 +332,7 @@ impl Cursor {
             entry: zero(k),
             units: zero(k),
             fixed: match decode.splits {
-                Splits::Shares => None,
+                Splits::Balanced => None,
                 Splits::Fixed { .. } => {
                     Some(FixedUnits { first: zero(k), own: zero(k), count: zero(k) })
                 }

@@ -55,7 +55,7 @@ impl Softmax {
         }
         // Four neighbouring lanes share a row.
         let mut top = k.reduce_lanes(top, 4, |a, b| a.maximum(b));
-        if decode.cache.is_narrow() {
+        if decode.cache.is_8_bit() {
             top = k.eval(top - HEADROOM);
         }
         let new = k.eval(maximum.maximum(top));

@@ -80,7 +80,7 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
     // Sixteen rows of the widest heads would exceed the registers.
     let wide = workload.head_dim + workload.value_head_dim > 384;
     let rows = if workload.query_rows <= 8 || wide { 8 } else { 16 };
-    let first = if workload.cache.is_narrow() { NARROW_SHAPES } else { &[] };
+    let first = if workload.cache.is_8_bit() { NARROW_SHAPES } else { &[] };
     let shapes = first.iter().chain(SHAPES);
     let fits = |tuned: &Tuned| tuned.configuration.fault().is_none();
     if !workload.batch_invariant {
@@ -100,8 +100,8 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
 fn fixed(tuned: Tuned) -> Tuned {
     let Decode { warps, tile_keys, .. } = tuned.configuration;
     let round = warps * tile_keys;
-    let rounds = ((SPLIT_KEYS + round / 2) / round).max(1);
-    let configuration = Decode { splits: Splits::Fixed { rounds }, ..tuned.configuration };
+    let tiles_per_warp = ((SPLIT_KEYS + round / 2) / round).max(1);
+    let configuration = Decode { splits: Splits::Fixed { tiles_per_warp }, ..tuned.configuration };
     Tuned { configuration, ..tuned }
 }
 
@@ -125,7 +125,7 @@ fn with_shape(
             tile_keys: *tile_keys,
             stages: *stages,
             blocks: 1,
-            splits: Splits::Shares,
+            splits: Splits::Balanced,
         },
         reason,
     }

@@ -8,14 +8,14 @@ use super::copies::Ring;
 use super::mask::Mask;
 use super::products::{self, Output};
 use super::queries::{Queries, Row};
-use super::scales::{Scaling, Unit};
+use super::scales::{OutputScale, Scaling};
 use super::schedule::Cursor;
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
 use crate::attention::Score;
-use crate::attention::function::lower::{Functions, Standing};
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
-use crate::attention::visibility::Seen;
+use crate::attention::visibility::VisibleColumns;
 use crate::strides::Strides;
 
 /// A warp's state while it goes through its tiles of a sequence: the query fragments, the running
@@ -27,8 +27,8 @@ pub(super) struct Walk<'a> {
     queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
-    /// The unit in which the output is held, with per-token value scales.
-    pub(super) unit: Option<Unit>,
+    /// The scale of the output, with per-token value scales.
+    pub(super) output_scale: Option<OutputScale>,
 }
 
 /// What the scores of the thread's row among eight need: the visible keys, ALiBi and the place of
@@ -45,15 +45,15 @@ struct ScoreRow {
 
 impl ScoreRow {
     /// Returns the place of the row's scores in the tile from `first_key` on, for functions.
-    fn standing(
+    fn coordinates(
         &self,
         k: &mut Builder,
         numbers: &Numbers,
         cursor: &Cursor,
         first_key: Reg<U32>,
-    ) -> Standing<'static> {
+    ) -> ScoreCoordinates<'static> {
         let [query, head] = self.place.expect("there are functions");
-        Standing {
+        ScoreCoordinates {
             batch: cursor.sequence(),
             head,
             first_query: k.eval(query.reinterpret::<S32>()),
@@ -66,7 +66,7 @@ impl ScoreRow {
 }
 
 /// What the rows of a warp see of a sequence, and the per-row inputs of its score rules.
-pub(super) struct Sight {
+pub(super) struct ScoreRows {
     mask: Mask,
     rows: Vec<ScoreRow>,
 }
@@ -91,7 +91,7 @@ impl<'a> Walk<'a> {
             queries: Queries::NONE,
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
-            unit: Unit::new(k, decode),
+            output_scale: OutputScale::new(k, decode),
         }
     }
 
@@ -128,19 +128,19 @@ impl<'a> Walk<'a> {
         (rule, slopes): (ScoreRule, Option<Slopes>),
         functions: &Functions,
     ) {
-        let sight = self.sight(k, cursor, slopes, functions);
+        let score_rows = self.score_rows(k, cursor, slopes, functions);
         let tile = k.variable(ring.warp());
-        self.tiles(k, ring, cursor, &sight, (tile, cursor.count), rule, functions);
+        self.tiles(k, ring, cursor, &score_rows, (tile, cursor.count), rule, functions);
     }
 
     /// Computes the visible keys and score inputs of the warp's rows of the cursor's sequence.
-    pub(super) fn sight(
+    pub(super) fn score_rows(
         &self,
         k: &mut Builder,
         cursor: &Cursor,
         slopes: Option<Slopes>,
         functions: &Functions,
-    ) -> Sight {
+    ) -> ScoreRows {
         let (decode, numbers) = (self.decode, self.numbers);
         let mask = Mask::new(k, decode, numbers, cursor);
         let rows: Vec<ScoreRow> = (0..decode.rows / 8)
@@ -161,7 +161,7 @@ impl<'a> Walk<'a> {
                 ScoreRow { seen: [first, k.eval(end - 1)], alibi, place }
             })
             .collect();
-        Sight { mask, rows }
+        ScoreRows { mask, rows }
     }
 
     /// Processes the warp's tiles from `tile` up to `end`. `tile` advances by the number of warps
@@ -172,7 +172,7 @@ impl<'a> Walk<'a> {
         k: &mut Builder,
         ring: &Ring,
         cursor: &Cursor,
-        Sight { mask, rows }: &Sight,
+        ScoreRows { mask, rows }: &ScoreRows,
         (tile, end): (Reg<U32>, Reg<U32>),
         rule: ScoreRule,
         functions: &Functions,
@@ -199,8 +199,8 @@ impl<'a> Walk<'a> {
                     alibi(k, scores, &[0], position - column, slope);
                 }
                 if let Some(function) = &functions.score {
-                    let standing = row.standing(k, numbers, cursor, first_key);
-                    function.apply(k, scores, &standing);
+                    let coordinates = row.coordinates(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &coordinates);
                     rule.scale(k, scores);
                 }
             }
@@ -208,19 +208,21 @@ impl<'a> Walk<'a> {
                 for (row, scores) in rows.iter().zip(&scores) {
                     let column = first_column(k, numbers, first_key);
                     let [first, last] = row.seen.map(|end| k.eval(end - column));
-                    Seen { first: Some(vec![first]), last: vec![last] }.hide_others(k, scores);
+                    VisibleColumns { first: Some(vec![first]), last: vec![last] }
+                        .hide_others(k, scores);
                 }
                 mask.clear(k, decode, numbers, (ring, values), first_key);
             });
             if let Some(function) = &functions.mask {
                 for (row, scores) in rows.iter().zip(&scores) {
-                    let standing = row.standing(k, numbers, cursor, first_key);
-                    function.apply(k, scores, &standing);
+                    let coordinates = row.coordinates(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &coordinates);
                 }
             }
             let scales = ring.scales.values(k, ring.stage);
-            let in_units = self.unit.as_ref().zip(scales).map(|(unit, it)| unit.take(k, &it));
-            let (scales, growth) = in_units.unzip();
+            let scaled =
+                self.output_scale.as_ref().zip(scales).map(|(scale, it)| scale.take(k, &it));
+            let (scales, growth) = scaled.unzip();
             let (probabilities, mut shrinks): (Vec<_>, Vec<_>) = scores
                 .iter()
                 .enumerate()

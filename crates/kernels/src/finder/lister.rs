@@ -2,7 +2,7 @@
 
 use ptx::{Builder, Choose, Expression, Program, Reg, Target, U32, U64};
 
-use super::{Found, NONE, SOME, WARPS};
+use super::{BlockStateTable, NONE, SOME, WARPS};
 use crate::Error;
 use crate::attention::function::ListsOf;
 use crate::attention::function::blocks::BlockLists;
@@ -49,7 +49,7 @@ impl BlockLister {
     }
 
     fn write(&self, k: &mut Builder) {
-        let found = Found::parameters(k);
+        let found = BlockStateTable::parameters(k);
         let lists = BlockLists::parameters(k);
         let [own_heads, count] = [Number::ListHeads, Number::AllLists].map(|it| it.read(k));
         let thread = k.thread_index();
@@ -62,7 +62,7 @@ impl BlockLister {
     fn write_list(
         &self,
         k: &mut Builder,
-        found: &Found,
+        found: &BlockStateTable,
         lists: &BlockLists,
         own_heads: Reg<U32>,
         index: Reg<U32>,
@@ -130,7 +130,7 @@ impl BlockLister {
 }
 
 /// Returns the turn of a block in a tile: how many key blocks before it the tile sees.
-fn earlier(k: &mut Builder, found: &Found, row: Reg<U32>, block: Reg<U32>) -> Reg<U32> {
+fn earlier(k: &mut Builder, found: &BlockStateTable, row: Reg<U32>, block: Reg<U32>) -> Reg<U32> {
     let count = k.variable::<U32>(0);
     k.for_range(0, block, 1, |k, block| {
         let at = found.at(k, row + block);

@@ -17,7 +17,7 @@ mod lister;
 mod sharer;
 
 pub use lister::BlockLister;
-pub use sharer::{Shared, TileSharer};
+pub use sharer::{SharerProblem, TileSharer};
 
 use ptx::{
     Builder, Choose, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64, Value,
@@ -25,7 +25,7 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::function::Function;
-use crate::attention::function::lower::{FunctionRegisters, Standing};
+use crate::attention::function::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::visibility::{Blocks, RowTile, Visibility};
 use crate::attention::{MaskKind, Score};
 use crate::parameter::{Number, Workspace};
@@ -59,7 +59,7 @@ const ALL: u32 = 2;
 /// The finder's table: a state for each sequence and head that has lists of its own, tile and
 /// block. Behind it is the cost of each tile's list.
 #[derive(Clone, Copy)]
-struct Found {
+struct BlockStateTable {
     address: Reg<GlobalAddress>,
     /// Number of tiles of queries, and of blocks of keys.
     tiles: Reg<U32>,
@@ -68,12 +68,12 @@ struct Found {
     pairs: Reg<U32>,
 }
 
-impl Found {
+impl BlockStateTable {
     fn parameters(k: &mut Builder) -> Self {
         let address = Workspace::FoundBlocks.address(k);
         let numbers = [Number::QueryBlocks, Number::KeyBlocks, Number::BlockPairs];
         let [tiles, blocks, pairs] = numbers.map(|it| it.read(k));
-        Found { address, tiles, blocks, pairs }
+        BlockStateTable { address, tiles, blocks, pairs }
     }
 
     fn at(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> Reg<GlobalAddress> {
@@ -117,7 +117,7 @@ impl BlockFinder {
     }
 
     fn write(&self, k: &mut Builder) {
-        let found = Found::parameters(k);
+        let found = BlockStateTable::parameters(k);
         let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
         let own_heads = Number::ListHeads.read(k);
         let each = [Number::SequencesPerList, Number::HeadsPerList].map(|it| it.read(k));
@@ -132,7 +132,7 @@ impl BlockFinder {
             let [block, rest] = [k.eval(index % found.blocks), k.eval(index / found.blocks)];
             let [tile, rest] = [k.eval(rest % found.tiles), k.eval(rest / found.tiles)];
             let [head, sequence] = [k.eval(rest % own_heads), k.eval(rest / own_heads)];
-            let looked = Looked {
+            let block_pair = BlockPair {
                 finder: self,
                 function: &function,
                 lengths,
@@ -145,7 +145,7 @@ impl BlockFinder {
             let state = k.variable::<U32>(NONE);
             let by_name = k.eval(block.at_least(first) & block.less(end));
             k.if_(by_name, |k| {
-                let seen = looked.state(k, lane);
+                let seen = block_pair.state(k, lane);
                 k.set(state, seen);
             });
             let at = found.at(k, index);
@@ -173,7 +173,7 @@ impl BlockFinder {
 }
 
 /// The pair of a tile and a block that a warp evaluates.
-struct Looked<'a> {
+struct BlockPair<'a> {
     finder: &'a BlockFinder,
     function: &'a FunctionRegisters,
     lengths: [Reg<U32>; 2],
@@ -184,7 +184,7 @@ struct Looked<'a> {
     block: Reg<U32>,
 }
 
-impl Looked<'_> {
+impl BlockPair<'_> {
     /// Evaluates the function over the pair; returns its state.
     fn state(&self, k: &mut Builder, lane: Reg<U32>) -> Reg<U32> {
         let BlockFinder { query_rows, key_block, .. } = *self.finder;
@@ -205,7 +205,7 @@ impl Looked<'_> {
             let head = k.eval(self.first[1] + place % self.each[1]);
             k.for_range(first_query, end_query, ROWS.len() as u32, |k, query| {
                 let key = k.eval(first_key + lane);
-                let standing = Standing {
+                let coordinates = ScoreCoordinates {
                     batch,
                     head,
                     first_query: k.eval(query.reinterpret::<S32>()),
@@ -221,7 +221,7 @@ impl Looked<'_> {
                     columns.iter().map(of).collect::<Vec<_>>()
                 };
                 let pairs: Vec<Score> = (0..ROWS.len()).flat_map(pairs).collect();
-                self.function.each_seen(k, &pairs, &standing, |k, pair, is_seen| {
+                self.function.each_seen(k, &pairs, &coordinates, |k, pair, is_seen| {
                     let row = query + ROWS[pair.row];
                     let exists = row.less(end_query) & (key + pair.column).less(end_key);
                     let exists = k.eval(exists);

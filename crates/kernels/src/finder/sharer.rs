@@ -3,7 +3,7 @@
 //!
 //! The kernel is one thread block, with four threads for each block of the forward kernel. Heads
 //! come in groups whose keys fit in L2. The tiles of a group are sorted by cost, the most expensive
-//! first (a counting sort: a histogram of costs and a prefix sum). Then they are dealt out in
+//! first (a counting sort: a histogram of costs and a prefix sum). Then they are distributed in
 //! rounds: each round gives the next tiles to that half of the blocks with the least work, the most
 //! expensive tile to the block with the least. The result is [`TileLists`].
 
@@ -11,7 +11,7 @@ use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Program, Reg, Target, U32, U64, Value,
 };
 
-use super::Found;
+use super::BlockStateTable;
 use crate::Error;
 use crate::attention::function::blocks::BlockLists;
 use crate::attention::sequences::inclusive_sum;
@@ -39,7 +39,7 @@ const MOST_GROUPS: u32 = 32;
 
 /// The problem that a launch of the sharer solves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharerProblem {
     /// Number of tiles, over all heads and sequences.
     pub tiles: u32,
     /// Number of heads, over all sequences.
@@ -50,7 +50,7 @@ pub struct Shared {
     pub groups: [u32; 2],
 }
 
-impl Shared {
+impl SharerProblem {
     /// Returns `groups`, with groups large enough that there are at most [`MOST_GROUPS`].
     fn groups(&self) -> [u32; 2] {
         [self.groups[0].max(self.heads.div_ceil(MOST_GROUPS)).max(1), self.groups[1]]
@@ -58,14 +58,14 @@ impl Shared {
 
     /// Returns the words from the list of a block to that of the next: no block gets more than one
     /// tile of each round.
-    fn room(&self) -> u32 {
+    fn list_stride(&self) -> u32 {
         self.tiles / half(self.blocks) + MOST_GROUPS + 2
     }
 
     /// Returns the words of the workspace: all lists, then the sorted tiles, each with its cost
     /// bin.
     pub fn words(&self) -> u64 {
-        let lists = u64::from(self.blocks) * (1 + u64::from(self.room()));
+        let lists = u64::from(self.blocks) * (1 + u64::from(self.list_stride()));
         lists + 2 * u64::from(self.tiles)
     }
 
@@ -77,7 +77,7 @@ impl Shared {
             (Number::SharingBlocks, self.blocks),
             (Number::HeadsPerGroup, together),
             (Number::LastHeads, last),
-            (Number::ListRoom, self.room()),
+            (Number::ListRoom, self.list_stride()),
         ]
     }
 }
@@ -102,7 +102,7 @@ impl TileSharer {
     ///
     /// The grid is one block. Parameters by name: the finder's table and the layout of the lists of
     /// key blocks; the address of the lists of tiles; tiles per head, query heads, and the numbers
-    /// of [`Shared`].
+    /// of [`SharerProblem`].
     pub fn program(&self) -> Result<Program, Error> {
         let mut k = Builder::new(self.name(), self.target, THREADS).blocks_per_multiprocessor(1);
         write(&mut k);
@@ -112,21 +112,21 @@ impl TileSharer {
 
 /// The parameters, shared memory and per-thread state of the kernel.
 struct Sharing {
-    found: Found,
+    found: BlockStateTable,
     lists: BlockLists,
     shares: Reg<GlobalAddress>,
     per_head: Reg<U32>,
     heads: Reg<U32>,
     blocks: Reg<U32>,
     /// Words from the list of a block to that of the next.
-    room: Reg<U32>,
+    list_stride: Reg<U32>,
     /// For each cost bin, its number of tiles, and after the scan the place of its next tile.
-    kinds: Words,
+    bins: Words,
     sums: Words,
     /// Sort key of each forward block: its load, with the block's index in the low 8 bits.
     keys: Words,
     /// The tiles of a round, and their cost bins.
-    dealt: [Words; 2],
+    round_tiles: [Words; 2],
     thread: Reg<U32>,
     lane: Reg<U32>,
     warp: Reg<U32>,
@@ -141,9 +141,9 @@ struct Sharing {
 }
 
 fn write(k: &mut Builder) {
-    let found = Found::parameters(k);
+    let found = BlockStateTable::parameters(k);
     let shares = Workspace::TileLists.address(k);
-    let [per_head, heads, all_heads, blocks, together, last_heads, room] = [
+    let [per_head, heads, all_heads, blocks, together, last_group_start, list_stride] = [
         Number::TilesPerHead,
         Number::QueryHeads,
         Number::AllHeads,
@@ -163,11 +163,11 @@ fn write(k: &mut Builder) {
         per_head,
         heads,
         blocks,
-        room,
-        kinds: Words::new(k, "kinds of cost", THREADS),
+        list_stride,
+        bins: Words::new(k, "kinds of cost", THREADS),
         sums: Words::new(k, "sums of warps", WARPS),
         keys: Words::new(k, "keys of blocks", MOST_BLOCKS),
-        dealt: ["tiles of a round", "their kinds"].map(|it| Words::new(k, it, MOST_BLOCKS)),
+        round_tiles: ["tiles of a round", "their kinds"].map(|it| Words::new(k, it, MOST_BLOCKS)),
         thread,
         lane,
         warp,
@@ -180,14 +180,14 @@ fn write(k: &mut Builder) {
     };
     // The barriers of `sort` come before the first use of these keys.
     k.if_(thread.less(MOST_BLOCKS), |k| sharing.keys.set(k, thread, u32::MAX));
-    let groups = k.eval((last_heads + (together - 1)) / together);
+    let groups = k.eval((last_group_start + (together - 1)) / together);
     k.for_range(0, groups + 1, 1, |k, group| {
         let first = k.eval(group * together);
         let end = group.equals(groups).choose::<U32>(all_heads, first + together);
         let end = k.eval(end.minimum(all_heads));
         let tiles = [k.eval(first * per_head), k.eval(end * per_head)];
         sharing.sort(k, tiles);
-        sharing.give_out(k, tiles);
+        sharing.distribute(k, tiles);
     });
     k.if_(sharing.leads(), |k| {
         let start = sharing.start(k);
@@ -211,17 +211,17 @@ impl Sharing {
 
     /// Returns the word at which the list of this thread's block begins.
     fn start(&self, k: &mut Builder) -> Reg<U32> {
-        k.eval(self.blocks + self.block * self.room)
+        k.eval(self.blocks + self.block * self.list_stride)
     }
 
     /// Returns the word of the tile with this rank in the sorted order. The next word is its cost
     /// bin.
     fn sorted(&self, number: Reg<U32>) -> Value<U32> {
-        self.blocks + self.blocks * self.room + number * 2
+        self.blocks + self.blocks * self.list_stride + number * 2
     }
 
     /// Returns the cost bin of a tile.
-    fn kind(&self, k: &mut Builder, tile: Reg<U32>) -> Reg<U32> {
+    fn bin(&self, k: &mut Builder, tile: Reg<U32>) -> Reg<U32> {
         let [row_tile, of_all] = [k.eval(tile % self.per_head), k.eval(tile / self.per_head)];
         let [head, batch] = [k.eval(of_all % self.heads), k.eval(of_all / self.heads)];
         let list = self.lists.before([batch, head, row_tile]);
@@ -230,21 +230,21 @@ impl Sharing {
         k.eval((cost / self.step).minimum(THREADS - 1))
     }
 
-    /// Sorts the tiles of a group, the most expensive first. The first barrier of `give_out` must
+    /// Sorts the tiles of a group, the most expensive first. The first barrier of `distribute` must
     /// follow before the sorted tiles are read.
     fn sort(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
-        let Sharing { kinds, sums, thread, lane, warp, .. } = self;
-        let place = |kind: Reg<U32>| Value::<U32>::from(THREADS - 1) - kind;
-        kinds.set(k, *thread, 0);
+        let Sharing { bins, sums, thread, lane, warp, .. } = self;
+        let place = |bin: Reg<U32>| Value::<U32>::from(THREADS - 1) - bin;
+        bins.set(k, *thread, 0);
         k.block_sync();
         k.for_range(begin + *thread, end, THREADS, |k, tile| {
-            let kind = self.kind(k, tile);
-            let place = k.eval(place(kind));
-            kinds.add(k, place, 1);
+            let bin = self.bin(k, tile);
+            let place = k.eval(place(bin));
+            bins.add(k, place, 1);
         });
         k.block_sync();
         // Where each bin begins: a prefix sum in each warp, and one over the warps.
-        let mine = kinds.get(k, *thread);
+        let mine = bins.get(k, *thread);
         let through = inclusive_sum(k, mine, *lane);
         k.if_(lane.equals(31), |k| sums.set(k, *warp, through));
         k.block_sync();
@@ -253,20 +253,20 @@ impl Sharing {
         let earlier = k.eval((*warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
         let earlier = k.eval(warp.equals(0).choose::<U32>(0, earlier));
-        kinds.set(k, *thread, earlier + through - mine);
+        bins.set(k, *thread, earlier + through - mine);
         k.block_sync();
         k.for_range(begin + *thread, end, THREADS, |k, tile| {
-            let kind = self.kind(k, tile);
-            let place = k.eval(place(kind));
-            let number = kinds.add(k, place, 1);
+            let bin = self.bin(k, tile);
+            let place = k.eval(place(bin));
+            let number = bins.add(k, place, 1);
             let at = k.eval(self.sorted(number));
             self.store(k, at, tile);
-            self.store(k, at + 1, kind);
+            self.store(k, at + 1, bin);
         });
     }
 
-    /// Deals the sorted tiles of a group out to the forward blocks, in rounds.
-    fn give_out(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
+    /// Distributes the sorted tiles of a group over the forward blocks, in rounds.
+    fn distribute(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
         let Sharing { thread, load, taken, blocks, .. } = self;
         let tiles = k.eval(end - begin);
         let of_round = k.eval((*blocks + 1) / 2);
@@ -275,12 +275,12 @@ impl Sharing {
             k.if_(self.leads(), |k| self.keys.set(k, self.block, (*load << 8) | self.block));
             k.block_sync();
             // Loads the tiles of the round, whose latency the ranking hides.
-            let (tile, kind) = (k.variable::<U32>(0), k.variable::<U32>(0));
+            let (tile, bin) = (k.variable::<U32>(0), k.variable::<U32>(0));
             let number = k.eval(first + *thread);
             let brings = k.eval(thread.less(of_round) & number.less(tiles));
             k.if_(brings, |k| {
                 let at = k.eval(self.sorted(number));
-                for (word, to) in [tile, kind].into_iter().enumerate() {
+                for (word, to) in [tile, bin].into_iter().enumerate() {
                     let at = self.at(k, at + word as u32);
                     let value = k.load::<U32, _>(at);
                     k.set(to, value);
@@ -288,16 +288,16 @@ impl Sharing {
             });
             let rank = self.rank(k);
             k.if_(brings, |k| {
-                self.dealt[0].set(k, *thread, tile);
-                self.dealt[1].set(k, *thread, kind);
+                self.round_tiles[0].set(k, *thread, tile);
+                self.round_tiles[1].set(k, *thread, bin);
             });
             k.block_sync();
             k.if_(self.leads() & rank.less(of_round) & (first + rank).less(tiles), |k| {
-                let [tile, kind] = self.dealt.each_ref().map(|it| it.get(k, rank));
+                let [tile, bin] = self.round_tiles.each_ref().map(|it| it.get(k, rank));
                 let start = self.start(k);
                 self.store(k, start + *taken, tile);
                 k.set(*taken, *taken + 1);
-                k.set(*load, *load + kind + 1);
+                k.set(*load, *load + bin + 1);
             });
         });
     }

@@ -117,7 +117,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             group.take_queries(k);
             probe.stamp(k, Phase::Queries);
             if let Some(whole) = tiles.whole_walk_ahead(k, tile) {
-                k.if_(whole.last.differs(tiles.last_block(tile)), |k| group.pass_over_keys(k));
+                k.if_(whole.last.differs(tiles.last_block(tile)), |k| group.skip_keys(k));
             }
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
@@ -125,7 +125,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             group.ping_pong.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
-            pass_over_last_values(k, *tiles, current, group, block);
+            skip_last_values(k, *tiles, current, group, block);
             probe.stamp(k, Phase::Update);
             // Only a thread block's last tile adds the partial tiles of others (stream-K), and
             // another tile follows this one.
@@ -184,8 +184,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let State { tiles, group, current, .. } = self;
         if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
             k.if_(first.differs(block), |k| {
-                group.pass_over_keys(k);
-                group.ping_pong.pass_over(k);
+                group.skip_keys(k);
+                group.ping_pong.skip(k);
             });
         }
     }
@@ -196,7 +196,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
         if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
-            k.if_(whole.last.differs(self.block), |k| self.group.pass_over_keys(k));
+            k.if_(whole.last.differs(self.block), |k| self.group.skip_keys(k));
         }
         self.group.wait_for_keys(k);
         self.probe.stamp(k, Phase::WaitForKeys);
@@ -213,7 +213,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
-        pass_over_last_values(k, *tiles, current, group, self.block);
+        skip_last_values(k, *tiles, current, group, self.block);
         probe.stamp(k, Phase::Update);
         finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
@@ -233,8 +233,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.set(self.output_begun, false);
         if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
             k.if_(whole.last.differs(self.block), |k| {
-                self.group.ping_pong.pass_over(k);
-                self.group.pass_over_values(k);
+                self.group.ping_pong.skip(k);
+                self.group.skip_values(k);
             });
         }
     }
@@ -282,10 +282,10 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 }
 
-/// Passes over the values of the tile's first key block where the warpgroup's walk ended before it.
+/// Skips the values of the tile's first key block where the warpgroup's walk ended before it.
 /// This must come before the tile is stored: the named barriers of the store order the reads of the
 /// work slot here before the slot is given back.
-fn pass_over_last_values<T: ConsumerScheduler>(
+fn skip_last_values<T: ConsumerScheduler>(
     k: &mut Builder,
     tiles: &T,
     current: &T::Current,
@@ -293,12 +293,12 @@ fn pass_over_last_values<T: ConsumerScheduler>(
     block: Reg<U32>,
 ) {
     if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
-        k.if_(first.differs(block), |k| group.pass_over_values(k));
+        k.if_(first.differs(block), |k| group.skip_values(k));
     }
 }
 
-/// Ends a tile: stores it, or with stream-K leaves it as a partial tile for another thread block.
-/// Only a thread block's last tile (`last`) may take in partial tiles that others have left.
+/// Ends a tile: stores it, or with stream-K stores it as a partial tile for another thread block.
+/// Only a thread block's last tile (`last`) may merge the partial tiles of others.
 fn finish<T: ConsumerScheduler>(
     k: &mut Builder,
     (tiles, current): (&T, &T::Current),
@@ -318,11 +318,11 @@ fn finish<T: ConsumerScheduler>(
     };
     let part = Part { word, staging, softmax, output };
     k.if_else(
-        PartWord::is_left(word),
-        |k| partials.leave(k, &part),
+        PartWord::is_partial(word),
+        |k| partials.store_partial(k, &part),
         |k| {
             if last {
-                partials.take_in(k, &part);
+                partials.merge_partial(k, &part);
             }
             store(k);
         },

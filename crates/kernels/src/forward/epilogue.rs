@@ -7,7 +7,7 @@ use ptx::{
 };
 
 use super::partials::Partials;
-use super::scheduler::{ConsumerScheduler, Place};
+use super::scheduler::{ConsumerScheduler, TileCoordinates};
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 use crate::attention::rows::Finished;
@@ -45,7 +45,7 @@ impl Output {
     }
 
     /// Synchronises the threads of the warpgroup.
-    pub(super) fn meet(&self, k: &mut Builder) {
+    pub(super) fn sync_warpgroup(&self, k: &mut Builder) {
         k.barrier_sync(self.barrier, 128);
     }
 
@@ -53,7 +53,7 @@ impl Output {
     /// overwritten.
     fn wait_until_read(&self, k: &mut Builder) {
         k.if_(self.leads, |k| k.bulk_wait_read(0));
-        self.meet(k);
+        self.sync_warpgroup(k);
     }
 
     /// Waits until all TMA stores have completed: shared memory must outlive them.
@@ -74,11 +74,11 @@ impl Epilogue {
         output: &Accumulator,
         current: &T::Current,
     ) {
-        let place = tiles.place(k, current);
-        self.store_log_sums(k, tiles, staging, current, &place, rows);
+        let coordinates = tiles.coordinates(k, current);
+        self.store_log_sums(k, tiles, staging, current, &coordinates, rows);
 
         let layout = staging.tile.layout();
-        let first_row = k.eval(place.first_row + staging.index * 64);
+        let first_row = k.eval(coordinates.first_row + staging.index * 64);
         // As many columns at a time as the staging tile has.
         let registers = output.registers();
         for first in (0..output.columns()).step_by(layout.columns as usize) {
@@ -92,9 +92,9 @@ impl Epilogue {
             staging.wait_until_read(k);
             rounded.store(k, &staging.tile, staging.warp);
             k.fence(Fence::ProxyAsyncShared);
-            staging.meet(k);
+            staging.sync_warpgroup(k);
             k.if_(staging.leads, |k| {
-                let further = tiles.output_corner(k, current, &place, first_row);
+                let further = tiles.output_corner(k, current, &coordinates, first_row);
                 for panel in 0..columns.div_ceil(layout.panel_columns()) {
                     let column = (first + panel * layout.panel_columns()) as i32;
                     let mut corner = vec![column.into()];
@@ -115,16 +115,16 @@ impl Epilogue {
         tiles: &T,
         staging: &Output,
         current: &T::Current,
-        place: &Place,
+        coordinates: &TileCoordinates,
         rows: &[Finished],
     ) {
         let position = Accumulator::position(k, staging.thread);
-        let first = k.eval(place.first_row + staging.index * 64 + position.row);
-        let base = tiles.first_log_sum(k, current, place);
+        let first = k.eval(coordinates.first_row + staging.index * 64 + position.row);
+        let base = tiles.first_log_sum(k, current, coordinates);
         let address = k.eval(self.lse + (base + first.convert::<U64>()) * 4);
         for (half, Finished { log_sum, .. }) in rows.iter().enumerate() {
             let row = first + 8 * half;
-            let mine = position.column.equals(0) & row.less(place.query_length);
+            let mine = position.column.equals(0) & row.less(coordinates.query_length);
             k.if_(mine, |k| k.store(address + 32 * half, *log_sum));
         }
     }

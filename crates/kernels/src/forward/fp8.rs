@@ -45,8 +45,8 @@ fn slots(forward: &Forward) -> &'static [u32] {
     }
 }
 
-/// The binary logarithm of the largest P: P is scaled by `2^LIFT`.
-const LIFT: f32 = 8.0;
+/// The binary logarithm of the largest P: P is scaled by `2^MAX_OFFSET`.
+const MAX_OFFSET: f32 = 8.0;
 
 /// The least scale of scores. Masked scores, minus infinity, times a scale of zero would be NaN;
 /// with this scale instead of zero all visible keys get the same weight. A negative scale, which
@@ -100,7 +100,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
-        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
+        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).with_max_offset(MAX_OFFSET),
         scale_log2: scores.scale_log2,
         tile_scale,
         descale: forward.rules.changes_scores().then(|| k.register()),
@@ -180,7 +180,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             k.if_(last, |k| group.release_queries(k));
             probe.stamp(k, Phase::Scores);
             let factors = self.raise(k, &scores);
-            self.weigh(k, &scores);
+            self.probabilities(k, &scores);
             self.update(k, &factors);
             // The exit is at the end, so that there is one copy of the loop's body.
             k.break_if(last);
@@ -206,7 +206,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 
     /// Turns scores into P, rounded to `e4m3`, and adds the row sums.
-    fn weigh(&self, k: &mut Builder, scores: &[Score]) {
+    fn probabilities(&self, k: &mut Builder, scores: &[Score]) {
         let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();
         let sums = self.softmax.exponentials(k, scores, |k, _, [low, high]| {
             pairs.push(k.pack::<E4M3x2>(low, high));

@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use super::Forward;
 use crate::attention::Window;
-use crate::attention::function::{BlockCounts, Walked};
+use crate::attention::function::{BlockCount, BlockCounts};
 
 /// The tiles that each thread block computes, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,9 +48,9 @@ pub(crate) const OVERHEAD: u64 = 2 * BLOCK;
 pub(crate) const EVALUATION: u64 = 5;
 
 /// The work of the last group of heads, for each thread block, in units of the longest tile.
-const LAST_ROUND: u64 = 2;
+const LAST_GROUP_TILES: u64 = 2;
 /// Full waves of pairs that, in addition to the incomplete one, may be distributed longest first.
-const ROUNDS_TRIED: u64 = 2;
+const WAVES_TRIED: u64 = 2;
 /// Shorter tiles are held back to the end only if they are less than one part in this many of the
 /// work.
 const FEW_SHORTER: u64 = 8;
@@ -94,7 +94,7 @@ impl TileLists {
             Some(_) => (0..all_heads).all(|head| pairs_are_even(row_tiles, |it| cost(head, it))),
         };
         // Tiles that cost less than `held_back` are distributed last, those of all heads together.
-        let longest_first = |last_round: u64, held_back: u64| {
+        let longest_first = |last_group_start: u64, held_back: u64| {
             let tiles = |heads: Range<u64>| {
                 let tiles =
                     (0..row_tiles).rev().flat_map(move |it| heads.clone().map(move |h| (h, it)));
@@ -103,7 +103,7 @@ impl TileLists {
             let mut shares = Shares::new(blocks);
             let mut first = 0;
             while first < all_heads {
-                let end = if first < last_round { first + together } else { all_heads };
+                let end = if first < last_group_start { first + together } else { all_heads };
                 let end = end.min(all_heads);
                 let tiles = tiles(first..end).filter(|(_, cost)| *cost >= held_back);
                 shares.give_longest_first(tiles.collect());
@@ -124,19 +124,19 @@ impl TileLists {
             both.into_iter().flatten().map(move |it| (number(head, it), cost(head, it)))
         };
         let shares = if !even || row_tiles >= forward.longest_first_from() {
-            let last_round = last_round(all_heads, row_tiles, blocks, cost);
-            let mut ways = vec![(last_round, 0)];
+            let last_group_start = last_group_start(all_heads, row_tiles, blocks, cost);
+            let mut ways = vec![(last_group_start, 0)];
             if seen.is_none() {
                 ways.insert(0, (all_heads, 0));
             }
             if seen.is_none() && !even {
                 let costs = (0..row_tiles).map(|it| cost(0, it)).collect::<Vec<_>>();
-                ways.extend(few_shorter(&costs).map(|held_back| (last_round, held_back)));
+                ways.extend(few_shorter(&costs).map(|held_back| (last_group_start, held_back)));
             }
             Shares::best(ways.into_iter().map(|(last, held_back)| longest_first(last, held_back)))
         } else {
-            let rounds = pairs / blocks as u64;
-            let kept = rounds.saturating_sub(ROUNDS_TRIED);
+            let waves = pairs / blocks as u64;
+            let kept = waves.saturating_sub(WAVES_TRIED);
             let in_turn = |shares: &mut Shares, pairs: Range<u64>| {
                 for (at, (number, cost)) in pairs.flat_map(|it| pair(it).map(move |of| (it, of))) {
                     shares.give_to((at % blocks as u64) as usize, number, cost);
@@ -144,10 +144,10 @@ impl TileLists {
             };
             let mut common = Shares::new(blocks);
             in_turn(&mut common, 0..kept * blocks as u64);
-            let ways = (kept..=rounds).rev().map(|rounds| {
+            let ways = (kept..=waves).rev().map(|waves| {
                 let mut shares = common.clone();
-                in_turn(&mut shares, kept * blocks as u64..rounds * blocks as u64);
-                let rest = (rounds * blocks as u64..pairs).flat_map(&pair);
+                in_turn(&mut shares, kept * blocks as u64..waves * blocks as u64);
+                let rest = (waves * blocks as u64..pairs).flat_map(&pair);
                 shares.give_longest_first(rest.collect());
                 shares
             });
@@ -183,14 +183,15 @@ impl TileLists {
         let row_tiles = lengths[0].div_ceil(forward.query_rows());
         let group_size = u64::from((heads / key_heads.max(1)).max(1));
         let cost = |_, row_tile| forward.key_blocks(window, row_tile, lengths) * BLOCK + OVERHEAD;
-        let last = last_round(u64::from(heads) * u64::from(batch), row_tiles, processors, cost);
+        let last =
+            last_group_start(u64::from(heads) * u64::from(batch), row_tiles, processors, cost);
         let together =
             forward.heads_together(row_tiles, lengths[1], group_size, processors, cache_bytes);
         [together, last].map(|it| it as u32)
     }
 }
 
-impl Walked {
+impl BlockCount {
     /// Returns the cost of a tile that walks these key blocks.
     fn cost(&self) -> u64 {
         u64::from(self.blocks.max(1)) * BLOCK + u64::from(self.evaluated) * EVALUATION + OVERHEAD
@@ -200,10 +201,15 @@ impl Walked {
 /// Returns the first head of the last group, which is larger than the others so that it has enough
 /// short tiles to balance its longest ones. With a mask function, tiles differ by more than the
 /// heads of a normal group can balance.
-fn last_round(all_heads: u64, row_tiles: u32, blocks: u32, cost: impl Fn(u64, u32) -> u64) -> u64 {
+fn last_group_start(
+    all_heads: u64,
+    row_tiles: u32,
+    blocks: u32,
+    cost: impl Fn(u64, u32) -> u64,
+) -> u64 {
     let costs = |head: u64| (0..row_tiles).map(|row_tile| cost(head, row_tile)).collect::<Vec<_>>();
     let longest = (0..all_heads).flat_map(costs).max().unwrap_or(0);
-    let mut left = LAST_ROUND * longest * u64::from(blocks);
+    let mut left = LAST_GROUP_TILES * longest * u64::from(blocks);
     let fits = |head: &u64| {
         left = left.saturating_sub(costs(*head).iter().sum());
         left > 0

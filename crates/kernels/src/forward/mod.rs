@@ -70,8 +70,8 @@ use crate::product::Source;
 use crate::{Error, build};
 use consumer::Consumers;
 use epilogue::Epilogue;
+pub(crate) use partials::PARTIAL_STEP;
 use partials::Partials;
-pub(crate) use partials::{FRESH, PARTIAL_STEP};
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 
@@ -206,7 +206,7 @@ impl Forward {
 
     /// Returns whether thread blocks read their tiles from [`TileLists`]: where a mask makes tiles
     /// of unequal length, or with stream-K.
-    pub fn takes_lists(&self) -> bool {
+    pub fn takes_tile_lists(&self) -> bool {
         self.stream_k || self.is_uneven()
     }
 
@@ -466,7 +466,7 @@ impl Forward {
     /// 1.4 % without turns and 2.5 % with capped scores; with functions the loop spills.
     fn index_from_one_lane(&self) -> bool {
         let functions = self.rules.mask_function.is_some() || self.rules.score_function.is_some();
-        let plain = !self.rules.has_slopes() && !functions;
+        let plain = !self.rules.has_score_derivative() && !functions;
         self.query_source == Source::Shared && self.ping_pong && plain
     }
 

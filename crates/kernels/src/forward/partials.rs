@@ -13,14 +13,15 @@
 //! flags to zero.
 
 use ptx::{
-    Accumulator, Builder, Expression, F32, GlobalAddress, Instruction, LoadCache, LoadHint,
-    LoadOrder, Operand, Reg, Scope, StoreHint, StoreOrder, U32, U64,
+    Accumulator, Builder, Expression, F32, GlobalAddress, Reg, Scope, StoreHint, StoreOrder, U32,
+    U64,
 };
 
 use super::Forward;
 use super::epilogue::Output;
 use super::softmax::Softmax;
 use super::stream_k::PartWord;
+use crate::exchange::{L2_ONLY, poll};
 use crate::parameter::Workspace;
 
 /// Nanoseconds between two polls of a flag: far less than a poll takes.
@@ -28,11 +29,6 @@ const SLEEP: u32 = 20;
 
 /// Bytes that the threads of a warpgroup write in one step: four `f32` each.
 pub(crate) const PARTIAL_STEP: u32 = 128 * 16;
-
-/// The hint of loads of partial results. Other multiprocessors have written these, so the loads
-/// must bypass this one's L1 cache.
-pub(crate) const FRESH: LoadHint =
-    LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 /// The workspace of partial tiles.
 pub(super) struct Partials {
@@ -62,7 +58,7 @@ impl Partials {
     }
 
     /// Writes a partial tile for another thread block and raises its flag.
-    pub(super) fn leave(&self, k: &mut Builder, part: &Part<'_>) {
+    pub(super) fn store_partial(&self, k: &mut Builder, part: &Part<'_>) {
         let Part { staging, word, softmax, output } = *part;
         let place = k.eval(PartWord::place(word));
         let number = self.number(k, staging, place);
@@ -74,7 +70,7 @@ impl Partials {
         }
         // Orders the stores of all threads of the warpgroup before the release store of one of
         // them.
-        staging.meet(k);
+        staging.sync_warpgroup(k);
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
             let there = k.eval::<U32>(1);
@@ -83,8 +79,8 @@ impl Partials {
         });
     }
 
-    /// Merges the partial tiles that other thread blocks have left of this tile, in order.
-    pub(super) fn take_in(&self, k: &mut Builder, part: &Part<'_>) {
+    /// Merges the partial tiles that other thread blocks have stored of this tile, in order.
+    pub(super) fn merge_partial(&self, k: &mut Builder, part: &Part<'_>) {
         let Part { staging, word, softmax, output } = *part;
         let first = k.eval(PartWord::place(word));
         let end = k.eval(first + PartWord::others(word));
@@ -93,14 +89,15 @@ impl Partials {
             self.wait(k, staging, number);
             let at = self.address(k, staging, number);
             let numbers = output.registers().len() as u32 / 4;
-            let rows: [Reg<F32>; 4] = k.load_vector(at + u64::from(numbers * PARTIAL_STEP), FRESH);
+            let rows: [Reg<F32>; 4] =
+                k.load_vector(at + u64::from(numbers * PARTIAL_STEP), L2_ONLY);
             // The rescaling is a branch of its own, so that the assembler keeps the output in its
             // registers.
-            let (rescale, factors) = softmax.take_in(k, rows);
+            let (rescale, factors) = softmax.merge_partial(k, rows);
             rescale.apply(k, output);
             for (index, four) in (0u32..).zip(output.registers().chunks_exact(4)) {
                 let theirs: [Reg<F32>; 4] =
-                    k.load_vector(at + u64::from(index * PARTIAL_STEP), FRESH);
+                    k.load_vector(at + u64::from(index * PARTIAL_STEP), L2_ONLY);
                 for (within, (mine, theirs)) in four.iter().zip(theirs).enumerate() {
                     let sum = k.fma(theirs, factors[Accumulator::row_of(within)], *mine);
                     k.set(*mine, sum);
@@ -113,18 +110,12 @@ impl Partials {
     fn wait(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) {
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
-            k.loop_(|k| {
-                let order = LoadOrder::Acquire(Scope::Gpu);
-                let hint = LoadHint { order, ..LoadHint::default() };
-                let [there] = k.load_vector::<U32, _, 1>(flag, hint);
-                k.break_if(there.differs(0));
-                k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-            });
+            poll(k, flag, SLEEP, |there| there.differs(0));
             let none = k.eval::<U32>(0);
             let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };
             k.store_vector(flag, &[none], hint);
         });
-        staging.meet(k);
+        staging.sync_warpgroup(k);
     }
 
     /// Returns the index of this warpgroup's share of the partial tile at a place.

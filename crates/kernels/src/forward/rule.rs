@@ -6,7 +6,7 @@ use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use crate::attention::function::blocks::{block_of, needs_function};
-use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
+use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
@@ -73,9 +73,9 @@ impl Rule {
         self.scores.cap(k, scores);
         self.scores.in_natural_units(k, scores);
         if let Some(slope) = tiles.slope(k, current) {
-            let place = tiles.place(k, current);
+            let coordinates = tiles.coordinates(k, current);
             let first_column = self.first_column(k, block);
-            let distance = place.position(self.row) - first_column;
+            let distance = coordinates.position(self.row) - first_column;
             alibi(k, scores, &ACCUMULATOR_ROWS, distance, slope);
         }
         if let Some(function) = &self.functions.score {
@@ -83,13 +83,13 @@ impl Rule {
         }
         if hides {
             k.if_(tiles.needs_mask(current, block), |k| {
-                let place = tiles.place(k, current);
+                let coordinates = tiles.coordinates(k, current);
                 let first_column = self.first_column(k, block);
-                let position = place.position(self.row);
+                let position = coordinates.position(self.row);
                 let rows = &ACCUMULATOR_ROWS;
                 tiles
                     .visibility()
-                    .seen(k, rows, position, first_column, place.key_length)
+                    .seen(k, rows, position, first_column, coordinates.key_length)
                     .hide_others_by_bits(k, scores);
             });
         }
@@ -112,17 +112,17 @@ impl Rule {
         block: Reg<U32>,
         scores: &[Score],
     ) {
-        let place = tiles.place(k, current);
-        let standing = Standing {
+        let tile = tiles.coordinates(k, current);
+        let coordinates = ScoreCoordinates {
             batch: tiles.sequence(k, current),
-            head: place.head,
-            first_query: k.eval((place.first_row + self.row).reinterpret::<S32>()),
+            head: tile.head,
+            first_query: k.eval((tile.first_row + self.row).reinterpret::<S32>()),
             rows: &ACCUMULATOR_ROWS,
             first_key: self.first_column(k, block),
-            query_length: place.query_length,
-            key_length: place.key_length,
+            query_length: tile.query_length,
+            key_length: tile.key_length,
         };
-        function.apply(k, scores, &standing);
+        function.apply(k, scores, &coordinates);
     }
 
     /// Returns the index of the key in the thread's first column.

@@ -90,7 +90,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// `group` sees ([`Walks`](super::walk::Walks)).
     fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
 
-    /// Returns the range of all key blocks of the current tile, where warpgroups may pass over some
+    /// Returns the range of all key blocks of the current tile, where warpgroups may skip some
     /// of them. It is recomputed at each call, a few times per tile, because that costs less than
     /// the registers to keep it.
     fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
@@ -118,7 +118,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     fn needs_mask(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
 
     /// Returns where the tile's rows are in their sequence.
-    fn place(&self, k: &mut Builder, current: &Self::Current) -> Place;
+    fn coordinates(&self, k: &mut Builder, current: &Self::Current) -> TileCoordinates;
 
     /// Returns the index of the tile's sequence in the batch.
     fn sequence(&self, k: &mut Builder, current: &Self::Current) -> Reg<U32>;
@@ -127,14 +127,19 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     fn visibility(&self) -> &Visibility;
 
     /// Returns the index of the log-sum-exp of the first query of the tile's sequence and head.
-    fn first_log_sum(&self, k: &mut Builder, current: &Self::Current, place: &Place) -> Value<U64>;
+    fn first_log_sum(
+        &self,
+        k: &mut Builder,
+        current: &Self::Current,
+        coordinates: &TileCoordinates,
+    ) -> Value<U64>;
 
     /// Returns the coordinates of a row in the output's tensor map, without the column.
     fn output_corner(
         &self,
         k: &mut Builder,
         current: &Self::Current,
-        place: &Place,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>>;
 
@@ -159,7 +164,7 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 }
 
 /// Where a tile's rows are: sequence lengths, first row and query head.
-pub(super) struct Place {
+pub(super) struct TileCoordinates {
     /// The tile's first query row, counted from the start of its sequence.
     pub(super) first_row: Reg<U32>,
     pub(super) query_length: Reg<U32>,
@@ -167,7 +172,7 @@ pub(super) struct Place {
     pub(super) head: Reg<U32>,
 }
 
-impl Place {
+impl TileCoordinates {
     /// Returns the position of the tile's row `row` among the keys. The last query is at the
     /// position of the last key.
     pub(super) fn position(&self, row: Reg<U32>) -> Value<S32> {

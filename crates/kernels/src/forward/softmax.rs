@@ -91,13 +91,13 @@ impl Softmax {
 
     /// Merges the state of the same rows over other keys. Returns how this output must be rescaled,
     /// and the factors of the other output before it is added.
-    pub(super) fn take_in(
+    pub(super) fn merge_partial(
         &self,
         k: &mut Builder,
         others: [Reg<F32>; 4],
     ) -> (Rescale, [Reg<F32>; 2]) {
         let [first, second] =
-            [0, 1].map(|row| self.rows.take_in(k, row, [others[row], others[row + 2]]));
+            [0, 1].map(|row| self.rows.merge_partial(k, row, [others[row], others[row + 2]]));
         let needed = k.any(first[0].differs(1.0) | second[0].differs(1.0));
         (Rescale { needed, factors: [first[0], second[0]] }, [first[1], second[1]])
     }

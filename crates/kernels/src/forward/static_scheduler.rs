@@ -13,7 +13,7 @@
 use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
 use super::producer::Loader;
-use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use super::scheduler::{ConsumerScheduler, ProducerScheduler, TileCoordinates, TileScheduler};
 use super::stream_k::PartWord;
 use super::walk::{TileBlocks, Walks, WholeWalk};
 use super::{Forward, TileLists};
@@ -128,7 +128,7 @@ impl StaticScheduler {
             key_length,
             stream_k: forward.stream_k,
             lists_by_words: forward.stream_k && forward.value_head_dim <= 64,
-            order: if forward.takes_lists() {
+            order: if forward.takes_tile_lists() {
                 Order::Listed(Workspace::TileLists.address(k))
             } else {
                 let tiles = Number::Tiles.read(k);
@@ -452,8 +452,8 @@ impl ConsumerScheduler for StaticScheduler {
         }
     }
 
-    fn place(&self, _: &mut Builder, current: &Current) -> Place {
-        Place {
+    fn coordinates(&self, _: &mut Builder, current: &Current) -> TileCoordinates {
+        TileCoordinates {
             first_row: current.first_row,
             query_length: self.query_length,
             key_length: self.key_length,
@@ -469,8 +469,13 @@ impl ConsumerScheduler for StaticScheduler {
         &self.visibility
     }
 
-    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
-        let head = k.eval(current.batch * self.heads.number + place.head);
+    fn first_log_sum(
+        &self,
+        k: &mut Builder,
+        current: &Current,
+        coordinates: &TileCoordinates,
+    ) -> Value<U64> {
+        let head = k.eval(current.batch * self.heads.number + coordinates.head);
         head.convert::<U64>() * self.query_length.convert::<U64>()
     }
 
@@ -478,10 +483,10 @@ impl ConsumerScheduler for StaticScheduler {
         &self,
         _: &mut Builder,
         current: &Current,
-        place: &Place,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>> {
-        [row, place.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
+        [row, coordinates.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

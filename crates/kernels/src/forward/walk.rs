@@ -2,13 +2,13 @@
 //!
 //! Key blocks are walked from the last to the first. Under a causal mask a tile's first warpgroup
 //! sees fewer keys than its last one: with tiles of 128 x 64 it sees nothing of the block that is
-//! walked first. It passes over that block: it waits for the block's stages and releases them, and
+//! walked first. It skips that block: it waits for the block's stages and releases them, and
 //! takes its turn at the tensor cores and passes it on. Computing the block would not only be
 //! wasted work: the softmax reference of its rows would be that of rows without keys, and the guard
 //! would send the next block down the slow path. At the left edge of a window, it is the last
-//! warpgroup that passes over the block that is walked last.
+//! warpgroup that skips the block that is walked last.
 //!
-//! A warpgroup passes over at most one block on each side: warpgroups share the pipeline stages,
+//! A warpgroup skips at most one block on each side: warpgroups share the pipeline stages,
 //! and one that ran further ahead would wait for keys that cannot be loaded until the others have
 //! released theirs.
 

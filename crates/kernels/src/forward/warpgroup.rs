@@ -130,13 +130,13 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Waits for and releases the keys of a key block without using them.
-    pub(super) fn pass_over_keys(&self, k: &mut Builder) {
-        pass_over(k, &self.keys, self.leader);
+    pub(super) fn skip_keys(&self, k: &mut Builder) {
+        skip(k, &self.keys, self.leader);
     }
 
     /// Waits for and releases the values of a key block without using them.
-    pub(super) fn pass_over_values(&self, k: &mut Builder) {
-        pass_over(k, &self.values, self.leader);
+    pub(super) fn skip_values(&self, k: &mut Builder) {
+        skip(k, &self.values, self.leader);
     }
 
     /// Returns the operands of `Q K^T` for the current stage of keys.
@@ -199,7 +199,7 @@ impl<'a> Warpgroup<'a> {
 /// Releases a stage without using it. Waits until the stage is full: by then all consumers have
 /// released its previous contents, so this arrival cannot complete the previous phase in place of
 /// theirs.
-fn pass_over(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
+fn skip(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
     stages.wait(k);
     stages.release(k, leader);
 }
@@ -232,7 +232,7 @@ impl PingPong {
     }
 
     /// Waits for this warpgroup's turn and passes it on without issuing products.
-    pub(super) fn pass_over(&self, k: &mut Builder) {
+    pub(super) fn skip(&self, k: &mut Builder) {
         self.take(k);
         self.pass(k);
     }

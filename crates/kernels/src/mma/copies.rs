@@ -11,7 +11,7 @@ use ptx::{
 };
 
 use super::Mma;
-use super::place::{HeadRows, Place};
+use super::work_tile::{HeadRows, WorkTile};
 use crate::attention::sequences::Places;
 
 /// Threads that copy a row, then rows that a warp copies in a pass.
@@ -180,11 +180,11 @@ pub(super) struct KeyBlocks {
 }
 
 impl KeyBlocks {
-    pub(super) fn new(k: &mut Builder, mma: &Mma, place: &Place) -> Self {
-        let keys = Blocks::new(k, mma.threads(), mma.key_layout(), mma.head_dim, place.keys);
+    pub(super) fn new(k: &mut Builder, mma: &Mma, tile: &WorkTile) -> Self {
+        let keys = Blocks::new(k, mma.threads(), mma.key_layout(), mma.head_dim, tile.keys);
         let values =
-            Blocks::new(k, mma.threads(), mma.value_layout(), mma.value_head_dim, place.values);
-        KeyBlocks { keys, values, pages: place.pages }
+            Blocks::new(k, mma.threads(), mma.value_layout(), mma.value_head_dim, tile.values);
+        KeyBlocks { keys, values, pages: tile.pages }
     }
 
     /// Clears the chunks of keys beyond their columns. Columns of values beyond theirs are not

@@ -7,9 +7,9 @@
 use ptx::{Builder, Expression, Reg, SharedAddress, U32, U64, WarpAccumulator};
 
 use super::Mma;
-use super::place::{Found, Place};
 use super::rule::RuleParameters;
 use super::walk::Warp;
+use super::work_tile::{Found, WorkTile};
 use crate::attention::rows::Finished;
 
 /// Stores the log-sum-exps and the output of a warp.
@@ -17,11 +17,11 @@ pub(super) fn store(
     k: &mut Builder,
     mma: &Mma,
     rules: &RuleParameters,
-    place: &Place,
+    tile: &WorkTile,
     warp: &Warp<'_>,
 ) {
-    let found = place.results.find(k, mma.element);
-    let sink = rules.sink(k, found.head, place.split);
+    let found = tile.results.find(k, mma.element);
+    let sink = rules.sink(k, found.head, tile.split);
     let rows = warp.softmax.finish(k, sink);
     let (first_row, room) = warp.room(k);
     let first_row = k.eval(found.first_row + first_row);

@@ -15,22 +15,22 @@
 //! products of another warp, of this thread block or of a second one on the same multiprocessor.
 //! Probabilities stay in registers.
 //!
-//! Each stage of the kernel has its file: `place` assigns rows and keys to thread blocks, `ragged`
-//! does so for variable-length batches, `copies` loads tiles, `products` has the matrix products,
-//! `rule` the score rules and masks, `softmax` the online softmax, `walk` the loop above,
+//! Each stage of the kernel has its file: `work_tile` assigns rows and keys to thread blocks,
+//! `ragged` does so for variable-length batches, `copies` loads tiles, `products` has the matrix
+//! products, `rule` the score rules and masks, `softmax` the online softmax, `walk` the loop above,
 //! `epilogue` stores, and `tuned` chooses the configuration for a problem. `backward` is the kernel
 //! for gradients.
 
 mod backward;
 mod copies;
 mod epilogue;
-mod place;
 mod products;
 mod ragged;
 mod rule;
 mod softmax;
 mod tuned;
 mod walk;
+mod work_tile;
 
 pub use backward::{BackwardMma, every_tuned_backward, tuned_backward};
 pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
@@ -41,10 +41,10 @@ use crate::attention::{Batch, Rules};
 use crate::product::Source;
 use crate::{Error, build};
 use copies::{Blocks, KeyBlocks};
-use place::{Equal, Place};
 use ragged::Ragged;
 use rule::RuleParameters;
 use walk::Warp;
+use work_tile::{Equal, WorkTile};
 
 /// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -93,10 +93,7 @@ impl Mma {
         };
         let half = if self.accumulate == Element::F16 { "_half" } else { "" };
         let split = if self.split { "_split" } else { "" };
-        let batch = match self.batch {
-            Batch::Equal => String::new(),
-            batch => format!("_{}", batch.name()),
-        };
+        let batch = self.batch.suffix();
         format!(
             "mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}{batch}"
         )
@@ -105,12 +102,6 @@ impl Mma {
     /// Returns the number of query rows of a thread block.
     pub fn query_rows(&self) -> u32 {
         self.warps * self.warp_rows()
-    }
-
-    /// Returns the number of thread blocks for a ragged batch whose schedule has room for this many
-    /// [records](crate::Sequencer::records).
-    pub fn ragged_blocks(records: u64, query_heads: u64) -> u64 {
-        records * query_heads
     }
 
     /// Returns whether tiles take their key blocks from lists: where the mask is a function and all
@@ -237,8 +228,8 @@ impl Mma {
     /// `PartialLse`, (split, batch, head, query), both contiguous; the strides of `Output` are
     /// unused.
     ///
-    /// For a ragged batch the grid has [`ragged_blocks`](Mma::ragged_blocks) thread blocks, and
-    /// there are
+    /// For a ragged batch the grid has one thread block for each query head and
+    /// [record](crate::Sequencer::records) that the schedule has room for, and there are
     ///
     /// | parameters | |
     /// | --- | --- |
@@ -256,35 +247,35 @@ impl Mma {
             Batch::Equal => {
                 let batch = Equal::parameters(k, self.split);
                 let rules = RuleParameters::parameters(k, &self.rules);
-                let place = batch.place(k, self, &rules.visibility);
-                self.attend(k, &rules, &place);
+                let tile = batch.tile(k, self, &rules.visibility);
+                self.attend(k, &rules, &tile);
             }
             Batch::Ragged | Batch::Paged => {
                 let batch = Ragged::parameters(k, self.batch);
                 let rules = RuleParameters::parameters(k, &self.rules);
-                batch.with_tile(k, self, &rules.visibility, |k, place| {
-                    self.attend(k, &rules, &place);
+                batch.with_tile(k, self, &rules.visibility, |k, tile| {
+                    self.attend(k, &rules, &tile);
                 });
             }
         }
     }
 
     /// Emits all of the work on one tile.
-    fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &Place) {
+    fn attend(&self, k: &mut Builder, rules: &RuleParameters, tile: &WorkTile) {
         let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
         let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());
         let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());
 
-        let key_blocks = KeyBlocks::new(k, self, place);
+        let key_blocks = KeyBlocks::new(k, self, tile);
         let queries =
-            Blocks::new(k, self.threads(), self.query_layout(), self.head_dim, place.queries);
+            Blocks::new(k, self.threads(), self.query_layout(), self.head_dim, tile.queries);
         queries.clear_padding(k, query_room.slots());
         key_blocks.clear_padding(k, &key_ring);
-        let rows = k.eval(place.query_length - place.first_row);
-        queries.copy(k, query_room.at(0), place.first_row, Some(rows));
+        let rows = k.eval(tile.query_length - tile.first_row);
+        queries.copy(k, query_room.at(0), tile.first_row, Some(rows));
 
-        let mut warp = Warp::new(k, self, rules, place, query_room, key_ring, value_ring);
-        warp.walk(k, place, &key_blocks);
-        epilogue::store(k, self, rules, place, &warp);
+        let mut warp = Warp::new(k, self, rules, tile, query_room, key_ring, value_ring);
+        warp.walk(k, tile, &key_blocks);
+        epilogue::store(k, self, rules, tile, &warp);
     }
 }

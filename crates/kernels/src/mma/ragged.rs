@@ -10,7 +10,7 @@ use ptx::{Builder, Element, Expression, GlobalAddress, Reg, U32, U64};
 
 use super::Mma;
 use super::copies::Pages;
-use super::place::{Found, HeadRows, Place, Results, Walked};
+use super::work_tile::{Found, HeadRows, KeyBlockRange, Results, WorkTile};
 use crate::attention::Batch;
 use crate::attention::sequences::Places;
 use crate::attention::visibility::Visibility;
@@ -111,19 +111,19 @@ impl Ragged {
         k: &mut Builder,
         mma: &Mma,
         visibility: &Visibility,
-        body: impl FnOnce(&mut Builder, Place),
+        body: impl FnOnce(&mut Builder, WorkTile),
     ) {
         let records = self.results.records;
         let (record, _) = records.of_block(k);
         let count = k.load::<U32, _>(records.schedule + COUNT_BYTE);
         let count = k.shuffle_index(count, 0);
         k.if_(record.less(count), |k| {
-            let place = self.place(k, mma, visibility);
-            body(k, place);
+            let tile = self.tile(k, mma, visibility);
+            body(k, tile);
         });
     }
 
-    fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> Place {
+    fn tile(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> WorkTile {
         let records = self.results.records;
         let (record, head) = records.of_block(k);
         let [sequence, first_row, query_start, query_length] = records.read(k, record, 0);
@@ -146,8 +146,9 @@ impl Ragged {
         let pages = self
             .pages
             .map(|(places, strides)| Pages::new(k, mma, places, sequence, key_start, strides));
-        let walked = Walked::new(k, mma, visibility, first_row, [query_length, key_length]);
-        Place {
+        let key_blocks =
+            KeyBlockRange::new(k, mma, visibility, first_row, [query_length, key_length]);
+        WorkTile {
             sequence,
             head,
             first_row,
@@ -159,7 +160,7 @@ impl Ragged {
             pages,
             results: Results::Ragged(self.results),
             split: None,
-            walked,
+            key_blocks,
         }
     }
 }

@@ -4,8 +4,8 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator};
 
 use super::Mma;
-use super::place::Place;
-use crate::attention::function::lower::{Functions, Standing};
+use super::work_tile::WorkTile;
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
@@ -73,12 +73,12 @@ impl Rule {
         k: &mut Builder,
         mma: &Mma,
         parameters: &RuleParameters,
-        place: &Place,
+        tile: &WorkTile,
         first_row: Reg<U32>,
     ) -> Self {
         let RuleParameters { scores, visibility, slopes, .. } = *parameters;
         let functions = parameters.functions.clone();
-        let Place { sequence, head, query_length, key_length, .. } = *place;
+        let WorkTile { sequence, head, query_length, key_length, .. } = *tile;
         let slope = slopes.map(|slopes| slopes.unscaled(k, sequence, head, scores.scale_log2));
         let rows = (0..mma.thread_rows()).map(WarpAccumulator::row_offset).collect();
         let position = k.eval(first_row + (key_length - query_length));
@@ -115,17 +115,17 @@ impl Rule {
                 self.scores.cap(k, &scores);
                 self.scores.in_natural_units(k, &scores);
                 if let Some(slope) = self.slope {
-                    let (position, first_column) = self.stand(k, first_key);
+                    let (position, first_column) = self.first_coordinates(k, first_key);
                     alibi(k, &scores, &self.rows, position - first_column, slope);
                 }
                 if let Some(function) = &self.functions.score {
-                    let standing = self.standing(k, first_key);
-                    function.apply(k, &scores, &standing);
+                    let coordinates = self.coordinates(k, first_key);
+                    function.apply(k, &scores, &coordinates);
                 }
             });
         }
         k.if_(needs_mask, |k| {
-            let (position, first_column) = self.stand(k, first_key);
+            let (position, first_column) = self.first_coordinates(k, first_key);
             let seen = self.visibility.seen(k, &self.rows, position, first_column, self.key_length);
             seen.hide_others(k, &scores);
         });
@@ -133,18 +133,18 @@ impl Rule {
             // Without a list, a branch that is always taken, for the same reason as above.
             let needed = needs_function.unwrap_or_else(|| first_key.less(self.key_length));
             k.if_(needed, |k| {
-                let standing = self.standing(k, first_key);
-                function.apply(k, &scores, &standing);
+                let coordinates = self.coordinates(k, first_key);
+                function.apply(k, &scores, &coordinates);
             });
         }
     }
 
     /// Returns the coordinates of the thread's scores, for mask and score functions.
-    fn standing(&self, k: &mut Builder, first_key: Reg<U32>) -> Standing<'_> {
-        let (position, first_key) = self.stand(k, first_key);
+    fn coordinates(&self, k: &mut Builder, first_key: Reg<U32>) -> ScoreCoordinates<'_> {
+        let (position, first_key) = self.first_coordinates(k, first_key);
         let Rule { sequence, head, query_length, key_length, .. } = *self;
         let offset = (key_length - query_length).reinterpret::<S32>();
-        Standing {
+        ScoreCoordinates {
             batch: sequence,
             head,
             first_query: k.eval(position - offset),
@@ -156,7 +156,7 @@ impl Rule {
     }
 
     /// Returns the position of the thread's first row, and the key of its first column.
-    fn stand(&self, k: &mut Builder, first_key: Reg<U32>) -> (Value<S32>, Reg<S32>) {
+    fn first_coordinates(&self, k: &mut Builder, first_key: Reg<U32>) -> (Value<S32>, Reg<S32>) {
         let lane = k.lane();
         let column = k.eval((first_key + lane % 4 * 2).reinterpret::<S32>());
         ((self.position + lane / 4).reinterpret::<S32>(), column)

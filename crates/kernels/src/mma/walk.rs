@@ -11,10 +11,10 @@ use ptx::{
 
 use super::Mma;
 use super::copies::{KeyBlocks, wait};
-use super::place::{Place, WarpBlocks};
 use super::products::{Lanes, Queries, scores, update};
 use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
+use super::work_tile::{WarpBlocks, WorkTile};
 use crate::attention::function::blocks::{block_of, needs_function};
 
 /// The state of one warp.
@@ -38,7 +38,7 @@ impl<'a> Warp<'a> {
         k: &mut Builder,
         mma: &'a Mma,
         rules: &RuleParameters,
-        place: &Place,
+        tile: &WorkTile,
         query_room: TileRing,
         keys: TileRing,
         values: TileRing,
@@ -48,8 +48,8 @@ impl<'a> Warp<'a> {
         let warp = k.eval(thread / 32);
         let warp = k.shuffle_index(warp, 0);
         let first_row = k.eval(warp * mma.warp_rows());
-        let row = k.eval(place.first_row + first_row);
-        let blocks = place.of_warp(k, mma, &rules.visibility, row);
+        let row = k.eval(tile.first_row + first_row);
+        let blocks = tile.of_warp(k, mma, &rules.visibility, row);
         let lanes = Lanes::new(k);
         let room = k.eval(query_room.at(0) + first_row * 128);
         Warp {
@@ -59,10 +59,10 @@ impl<'a> Warp<'a> {
             query_room,
             keys,
             values,
-            rule: Rule::new(k, mma, rules, place, row),
+            rule: Rule::new(k, mma, rules, tile, row),
             softmax: Softmax::new(k, mma, rules.scores.scale_log2),
             output: WarpAccumulator::new(k, mma.warp_rows(), mma.value_head_dim),
-            remaining: k.variable(place.blocks()),
+            remaining: k.variable(tile.blocks()),
             blocks,
         }
     }
@@ -77,16 +77,16 @@ impl<'a> Warp<'a> {
 
     /// Emits the whole walk, from the first copies of keys on. The copies of the queries are in
     /// flight.
-    pub(super) fn walk(&mut self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
+    pub(super) fn walk(&mut self, k: &mut Builder, tile: &WorkTile, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         let remaining = self.remaining;
         k.copy_async_commit();
         for block in 0..ahead {
             k.if_(remaining.greater(block), |k| {
-                let first_key = place.first_key(k, self.mma, remaining - block);
+                let first_key = tile.first_key(k, self.mma, remaining - block);
                 let first_key = k.eval(first_key);
                 // Only the first block of the walk can extend beyond the last key.
-                let rows = (block == 0).then(|| k.eval(place.key_length - first_key));
+                let rows = (block == 0).then(|| k.eval(tile.key_length - first_key));
                 key_blocks.look_up(k, first_key);
                 key_blocks.copy(k, self.slots(block), first_key, rows);
             });
@@ -94,7 +94,7 @@ impl<'a> Warp<'a> {
         }
         if key_blocks.are_looked_up() {
             k.if_(remaining.greater(ahead), |k| {
-                let first_key = place.first_key(k, self.mma, remaining - ahead);
+                let first_key = tile.first_key(k, self.mma, remaining - ahead);
                 key_blocks.look_up(k, first_key);
             });
         }
@@ -103,28 +103,28 @@ impl<'a> Warp<'a> {
 
         // Blocks that no row of the warp sees: the warp only takes part in copying.
         let WarpBlocks { seen, unseen, .. } = self.blocks;
-        self.help(k, place, key_blocks, seen);
+        self.copy_only(k, tile, key_blocks, seen);
         self.output.clear(k);
         let last = unseen.map_or(0.into(), Value::from);
         k.if_(remaining.greater(last.clone()), |k| {
             k.loop_(|k| {
-                self.turn(k, place, key_blocks);
-                self.attend(k, place);
+                self.begin_block(k, tile, key_blocks);
+                self.attend(k, tile);
                 self.advance(k);
                 k.break_if(remaining.equals(last));
             });
         });
         if unseen.is_some() {
             let none = k.eval(0);
-            self.help(k, place, key_blocks, none);
+            self.copy_only(k, tile, key_blocks, none);
         }
     }
 
     /// Takes part in copying only, until `left` blocks remain.
-    fn help(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks, left: Reg<U32>) {
+    fn copy_only(&self, k: &mut Builder, tile: &WorkTile, key_blocks: &KeyBlocks, left: Reg<U32>) {
         k.loop_(|k| {
             k.break_if(self.remaining.at_most(left));
-            self.turn(k, place, key_blocks);
+            self.begin_block(k, tile, key_blocks);
             self.advance(k);
         });
     }
@@ -135,17 +135,17 @@ impl<'a> Warp<'a> {
     }
 
     /// Begins a block: waits for its copies, and issues those of the block that is `ahead` further.
-    fn turn(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
+    fn begin_block(&self, k: &mut Builder, tile: &WorkTile, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         wait(k, ahead - 1);
         k.if_(self.remaining.greater(ahead), |k| {
-            let first_key = place.first_key(k, self.mma, self.remaining - ahead);
+            let first_key = tile.first_key(k, self.mma, self.remaining - ahead);
             let first_key = k.eval(first_key);
             key_blocks.copy(k, self.slots(ahead), first_key, None);
             // After the last block there is nothing to look up: the last one is looked up again.
             let next = (self.remaining - (ahead + 1)).maximum(1);
             if key_blocks.are_looked_up() {
-                let first_key = place.first_key(k, self.mma, next);
+                let first_key = tile.first_key(k, self.mma, next);
                 key_blocks.look_up(k, first_key);
             }
         });
@@ -159,11 +159,11 @@ impl<'a> Warp<'a> {
     }
 
     /// Processes the current block: scores, probabilities, output.
-    fn attend(&self, k: &mut Builder, place: &Place) {
+    fn attend(&self, k: &mut Builder, tile: &WorkTile) {
         let mma = self.mma;
-        let entry = place.entry(k, self.remaining.into());
+        let entry = tile.entry(k, self.remaining.into());
         let first_key = match entry {
-            None => place.first_key(k, mma, self.remaining),
+            None => tile.first_key(k, mma, self.remaining),
             Some(entry) => block_of(entry) * mma.key_block,
         };
         let first_key = k.eval(first_key);

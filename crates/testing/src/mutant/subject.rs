@@ -108,7 +108,7 @@ fn decodes() -> [Decode; 5] {
     let plain = small::decode();
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
-    let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
+    let fixed = Decode { splits: Splits::Fixed { tiles_per_warp: 1 }, ..plain };
     let narrow = Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain };
     // Twice as many rows do not fit into registers, so their running sums are kept in global
     // memory.

@@ -13,7 +13,7 @@ use crate::{can_be_launched_again, every_schedule};
 
 /// Returns the small configuration with splits of 32 keys.
 pub(crate) fn fixed() -> Decode {
-    Decode { splits: Splits::Fixed { rounds: 1 }, ..small() }
+    Decode { splits: Splits::Fixed { tiles_per_warp: 1 }, ..small() }
 }
 
 /// Returns sequences of several tiles, of no key, of one key and of one tile, with one query each.
@@ -189,7 +189,7 @@ fn with_heads(mut problem: Problem, [heads, key_heads]: [usize; 2]) -> Problem {
 #[test]
 fn decode_with_fixed_splits_is_attention() {
     let long = Ragged::new(vec![1; 3], vec![600, 40, 530]);
-    let two_rounds = Decode { splits: Splits::Fixed { rounds: 2 }, ..small() };
+    let two_tiles = Decode { splits: Splits::Fixed { tiles_per_warp: 2 }, ..small() };
     let one_warp = Decode { warps: 1, ..fixed() };
     let paged = Decode { paged: true, stages: 3, rows: 16, ..fixed() };
     let three = Ragged { queries: vec![3, 0, 7, 1], ..ragged() };
@@ -204,7 +204,7 @@ fn decode_with_fixed_splits_is_attention() {
         call(fixed(), ragged()),
         call(fixed(), ragged()).on(1),
         call(fixed(), ragged()).on(9),
-        call(two_rounds, ragged()).on(4),
+        call(two_tiles, ragged()).on(4),
         call(fixed(), long.clone()).on(1),
         call(fixed(), long.clone()).on(2),
         call(fixed(), long.clone()).on(7),

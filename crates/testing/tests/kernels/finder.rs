@@ -4,7 +4,7 @@
 use flashcore_testing::composition;
 use flashcore_testing::mutant::{Kind, every};
 use kernels::attention::function::{BlockMask, Function, Here, HostTensor, ListsOf, Row, rules};
-use kernels::finder::Shared;
+use kernels::finder::SharerProblem;
 use kernels::forward::TileLists;
 use kernels::parameter::{Number, Parameter, Reach, Workspace};
 use kernels::{BlockFinder, BlockLister, Divisor, MaskKind, TileSharer, Window};
@@ -24,14 +24,15 @@ struct Finding<'a> {
     captured: Vec<BufferId>,
     /// The found blocks, the lists of blocks and the lists of tiles.
     buffers: [BufferId; 3],
-    shared: Shared,
+    shared: SharerProblem,
 }
 
 impl<'a> Finding<'a> {
     fn new(mask: BlockMask, tensors: &'a [HostTensor], blocks: u32) -> Self {
         let heads = mask.heads * mask.batch;
         let tiles = heads * mask.lengths[0].div_ceil(mask.query_rows);
-        let shared = Shared { tiles, heads, blocks: blocks.min(tiles), groups: [3, heads / 2] };
+        let shared =
+            SharerProblem { tiles, heads, blocks: blocks.min(tiles), groups: [3, heads / 2] };
         let mut memory = Memory::new();
         let captured = tensors.iter().map(|it| memory.input(&it.name, it.bytes.clone())).collect();
         let sizes = [mask.found_words(), mask.size(), shared.words()];

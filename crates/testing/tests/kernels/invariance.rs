@@ -68,7 +68,7 @@ fn bits_do_not_depend_on_the_batch() {
         // Several groups of splits.
         (one_warp, Mask::CAUSAL, 300, 8),
         (fixed(), Mask::window(Some(50), Some(0)), 140, 8),
-        (Decode { splits: Splits::Fixed { rounds: 2 }, ..fixed() }, Mask::CAUSAL, 200, 8),
+        (Decode { splits: Splits::Fixed { tiles_per_warp: 2 }, ..fixed() }, Mask::CAUSAL, 200, 8),
     ] {
         let complaint = complaint(decode, mask, longest, batches);
         assert_eq!(complaint, None, "{}", decode.name());

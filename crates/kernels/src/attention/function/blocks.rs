@@ -258,7 +258,7 @@ impl BlockMask {
             }
         }
         let counts = of_queries.counts(&words).counts;
-        let sum = |of: fn(&Walked) -> u32| counts.iter().map(of).sum::<u32>();
+        let sum = |of: fn(&BlockCount) -> u32| counts.iter().map(of).sum::<u32>();
         let (blocks, open) = (sum(|it| it.blocks), sum(|it| it.evaluated));
         OPEN * open > blocks
     }
@@ -325,7 +325,7 @@ impl BlockMask {
         let walked = |list: &[u32]| {
             let entries = &list[1..][..list[0] as usize];
             let evaluated = entries.iter().filter(|entry| **entry & 1 == 1).count() as u32;
-            Walked { blocks: list[0], evaluated }
+            BlockCount { blocks: list[0], evaluated }
         };
         let counts = words.chunks(self.list_words() as usize).map(walked).collect();
         BlockCounts { counts, apart: [batch, heads].map(|it| it as usize), heads: self.heads }
@@ -334,7 +334,7 @@ impl BlockMask {
 
 /// The number of key blocks of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Walked {
+pub struct BlockCount {
     /// Blocks that the tile walks.
     pub blocks: u32,
     /// Those of them for which the function is evaluated.
@@ -345,7 +345,7 @@ pub struct Walked {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockCounts {
     /// Counts by sequence, head and tile.
-    counts: Vec<Walked>,
+    counts: Vec<BlockCount>,
     /// How many sequences and heads have counts of their own; 1 where all share them.
     apart: [usize; 2],
     heads: u32,
@@ -353,7 +353,7 @@ pub struct BlockCounts {
 
 impl BlockCounts {
     /// Returns the counts of a head's tiles; heads are numbered over all sequences.
-    pub fn of_head(&self, head: u64) -> &[Walked] {
+    pub fn of_head(&self, head: u64) -> &[BlockCount] {
         let [batch, heads] = self.apart;
         let tiles = self.counts.len() / (batch * heads).max(1);
         let all_heads = u64::from(self.heads.max(1));
@@ -496,7 +496,7 @@ mod tests {
         // Query 0 has position 30: the first tile sees up to key 93, whole up to 30.
         assert_eq!(causal.words(), [3, 1, 3, 5, 0, 0, 5, 0, 2, 5, 7, 9]);
         let counts = causal.counts(&causal.words());
-        let walked = [(3, 3), (5, 3)].map(|(blocks, evaluated)| Walked { blocks, evaluated });
+        let walked = [(3, 3), (5, 3)].map(|(blocks, evaluated)| BlockCount { blocks, evaluated });
         assert!((0..6).all(|head| counts.of_head(head) == walked));
         let of_head = mask(Function::mask("head", |at| at.key().lt(32 * at.head())));
         assert_eq!((of_head.strides(), of_head.size()), ([0, 12], 36));

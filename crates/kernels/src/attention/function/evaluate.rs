@@ -127,7 +127,7 @@ pub struct Here {
 pub(super) enum Value {
     Float(f64),
     Integer(i32),
-    Truth(bool),
+    Bool(bool),
 }
 
 impl Value {
@@ -145,9 +145,9 @@ impl Value {
         }
     }
 
-    fn truth(self) -> bool {
+    fn boolean(self) -> bool {
         match self {
-            Value::Truth(value) => value,
+            Value::Bool(value) => value,
             _ => unreachable!("types were checked"),
         }
     }
@@ -185,7 +185,7 @@ impl<'a> Row<'a> {
             changes.push(leaf || node.inputs().iter().any(|input| changes[*input as usize]));
         }
         let changing = (0..nodes.len() as u32).filter(|id| changes[*id as usize]).collect();
-        let values = vec![Value::Truth(false); nodes.len()];
+        let values = vec![Value::Bool(false); nodes.len()];
         let mut row = Row { function, tensors, here, values, changing };
         for id in (0..nodes.len()).filter(|id| !changes[*id]) {
             row.values[id] = row.evaluate(&nodes[id], 0, 0.0);
@@ -196,7 +196,7 @@ impl<'a> Row<'a> {
     /// Returns whether the query sees a key; of masks.
     pub fn sees(&mut self, key: usize) -> bool {
         debug_assert_eq!(self.function.kind(), Kind::Mask);
-        self.at(key, 0.0).truth()
+        self.at(key, 0.0).boolean()
     }
 
     /// Returns what a score becomes; of score functions.
@@ -215,7 +215,7 @@ impl<'a> Row<'a> {
     }
 
     fn evaluate(&self, node: &Node, key: i32, score: f64) -> Value {
-        use Value::{Float, Integer, Truth};
+        use Value::{Bool, Float, Integer};
         let of = |id: u32| self.values[id as usize];
         match node {
             Node::Symbol(Symbol::Score) => Float(score),
@@ -229,23 +229,23 @@ impl<'a> Row<'a> {
             }),
             Node::Constant(Constant::F32(bits)) => Float(f32::from_bits(*bits).into()),
             Node::Constant(Constant::I32(value)) => Integer(*value),
-            Node::Constant(Constant::Bool(value)) => Truth(*value),
+            Node::Constant(Constant::Bool(value)) => Bool(*value),
             Node::Unary(operation, a) => unary(*operation, of(*a)),
             Node::Binary(operation, a, b) => match (of(*a), of(*b)) {
                 (Float(a), Float(b)) => Float(float_binary(*operation, a, b)),
                 (Integer(a), Integer(b)) => Integer(integer_binary(*operation, a, b)),
-                (a, b) => Truth(match operation {
-                    Binary::And => a.truth() & b.truth(),
-                    Binary::Or => a.truth() | b.truth(),
-                    _ => a.truth() ^ b.truth(),
+                (a, b) => Bool(match operation {
+                    Binary::And => a.boolean() & b.boolean(),
+                    Binary::Or => a.boolean() | b.boolean(),
+                    _ => a.boolean() ^ b.boolean(),
                 }),
             },
-            Node::Compare(comparison, a, b) => Truth(match (of(*a), of(*b)) {
+            Node::Compare(comparison, a, b) => Bool(match (of(*a), of(*b)) {
                 (Float(a), Float(b)) => compare(*comparison, a, b),
                 (a, b) => compare(*comparison, a.integer(), b.integer()),
             }),
             Node::Select(condition, a, b) => {
-                if of(*condition).truth() {
+                if of(*condition).boolean() {
                     of(*a)
                 } else {
                     of(*b)
@@ -266,7 +266,7 @@ fn unary(operation: Unary, a: Value) -> Value {
         (Unary::Negate, Value::Integer(a)) => Value::Integer(a.wrapping_neg()),
         (Unary::Absolute, Value::Integer(a)) => Value::Integer(a.wrapping_abs()),
         (Unary::Not, Value::Integer(a)) => Value::Integer(!a),
-        (Unary::Not, a) => Value::Truth(!a.truth()),
+        (Unary::Not, a) => Value::Bool(!a.boolean()),
         (Unary::Negate, _) => float(|a| -a),
         (Unary::Absolute, _) => float(f64::abs),
         (Unary::Tanh, _) => float(f64::tanh),
@@ -341,7 +341,7 @@ pub(super) fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
         Stored::F16 => Value::Float(from_f16(half()).into()),
         Stored::I32 | Stored::I64 => Value::Integer(word() as i32),
         Stored::U8 => Value::Integer(byte(0).into()),
-        Stored::Bool => Value::Truth(byte(0) != 0),
+        Stored::Bool => Value::Bool(byte(0) != 0),
     }
 }
 

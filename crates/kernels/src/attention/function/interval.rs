@@ -49,13 +49,13 @@ enum Span {
     /// Floats from the first to the last, never NaN.
     Float(f64, f64),
     /// Whether the value can be false, and whether it can be true.
-    Truth(bool, bool),
+    Bool(bool, bool),
 }
 
 const ANY_INTEGER: Span = Span::Integer(i32::MIN, i32::MAX);
 /// A float that may be NaN has no range. It is marked by bounds of NaN.
 const ANY_FLOAT: Span = Span::Float(f64::NAN, f64::NAN);
-const ANY_TRUTH: Span = Span::Truth(true, true);
+const ANY_BOOL: Span = Span::Bool(true, true);
 
 impl Function {
     /// Returns what queries of a region see of its keys by this mask, as far as its text decides.
@@ -95,8 +95,8 @@ impl Function {
             spans.push(span.unwrap_or_else(|| self::span(node, *ty, region, &spans)));
         }
         match spans[body.root as usize] {
-            Span::Truth(true, false) => Seen::None,
-            Span::Truth(false, true) => Seen::All,
+            Span::Bool(true, false) => Seen::None,
+            Span::Bool(false, true) => Seen::All,
             _ => Seen::Some,
         }
     }
@@ -175,7 +175,7 @@ fn span_of(tensor: &HostTensor, bounds: &Bounds) -> Span {
             Value::Integer(value) => Span::Integer(value, value),
             Value::Float(value) if value.is_nan() => ANY_FLOAT,
             Value::Float(value) => Span::Float(value, value),
-            Value::Truth(value) => Span::Truth(!value, value),
+            Value::Bool(value) => Span::Bool(!value, value),
         };
         let joined = all.map_or(one, |all| union(all, one));
         all = Some(joined);
@@ -206,13 +206,13 @@ fn span(node: &Node, ty: Type, region: &Region, spans: &[Span]) -> Span {
         Node::Symbol(Symbol::Score) => ANY_FLOAT,
         Node::Constant(Constant::I32(value)) => Span::Integer(*value, *value),
         Node::Constant(Constant::F32(bits)) => float(f32::from_bits(*bits).into()),
-        Node::Constant(Constant::Bool(value)) => Span::Truth(!value, *value),
+        Node::Constant(Constant::Bool(value)) => Span::Bool(!value, *value),
         Node::Unary(operation, a) => unary(*operation, of(*a)),
         Node::Binary(operation, a, b) => binary(*operation, of(*a), of(*b)),
         Node::Compare(comparison, a, b) => compare(*comparison, of(*a), of(*b)),
         Node::Select(condition, a, b) => match of(*condition) {
-            Span::Truth(false, true) => of(*a),
-            Span::Truth(true, false) => of(*b),
+            Span::Bool(false, true) => of(*a),
+            Span::Bool(true, false) => of(*b),
             _ => union(of(*a), of(*b)),
         },
         Node::Load(..) => anything(ty),
@@ -223,7 +223,7 @@ fn anything(ty: Type) -> Span {
     match ty {
         Type::F32 => ANY_FLOAT,
         Type::I32 => ANY_INTEGER,
-        Type::Bool => ANY_TRUTH,
+        Type::Bool => ANY_BOOL,
     }
 }
 
@@ -234,7 +234,7 @@ fn union(a: Span, b: Span) -> Span {
         (Span::Float(a, b), Span::Float(c, d)) if !(a.is_nan() || c.is_nan()) => {
             Span::Float(a.min(c), b.max(d))
         }
-        (Span::Truth(a, b), Span::Truth(c, d)) => Span::Truth(a | c, b | d),
+        (Span::Bool(a, b), Span::Bool(c, d)) => Span::Bool(a | c, b | d),
         _ => ANY_FLOAT,
     }
 }
@@ -277,7 +277,7 @@ fn unary(operation: Unary, a: Span) -> Span {
             Span::Float(least, low.abs().max(high.abs()))
         }
         (Unary::Not, Span::Integer(low, high)) => Span::Integer(!high, !low),
-        (Unary::Not, Span::Truth(no, yes)) => Span::Truth(yes, no),
+        (Unary::Not, Span::Bool(no, yes)) => Span::Bool(yes, no),
         (Unary::Tanh, Span::Float(low, high)) => around(low.tanh(), high.tanh()),
         (Unary::Exp2, Span::Float(low, high)) => floats(low.exp2(), high.exp2()),
         (Unary::Log2, Span::Float(low, high)) if low > 0.0 => around(low.log2(), high.log2()),
@@ -321,10 +321,10 @@ fn binary(operation: Binary, a: Span, b: Span) -> Span {
                 _ => ANY_FLOAT,
             }
         }
-        (Span::Truth(no_a, yes_a), Span::Truth(no_b, yes_b)) => match operation {
-            Binary::And => Span::Truth(no_a | no_b, yes_a & yes_b),
-            Binary::Or => Span::Truth(no_a & no_b, yes_a | yes_b),
-            _ => Span::Truth((no_a & no_b) | (yes_a & yes_b), (no_a & yes_b) | (yes_a & no_b)),
+        (Span::Bool(no_a, yes_a), Span::Bool(no_b, yes_b)) => match operation {
+            Binary::And => Span::Bool(no_a | no_b, yes_a & yes_b),
+            Binary::Or => Span::Bool(no_a & no_b, yes_a | yes_b),
+            _ => Span::Bool((no_a & no_b) | (yes_a & yes_b), (no_a & yes_b) | (yes_a & no_b)),
         },
         _ => ANY_FLOAT,
     }
@@ -371,7 +371,7 @@ fn compare(comparison: Comparison, a: Span, b: Span) -> Span {
         (Span::Float(a, b), Span::Float(c, d)) if !(a.is_nan() || c.is_nan()) => {
             relations([a, b], [c, d])
         }
-        _ => return ANY_TRUTH,
+        _ => return ANY_BOOL,
     };
     let not = |(can, must): (bool, bool)| (!must, !can);
     let (can, must) = match comparison {
@@ -382,7 +382,7 @@ fn compare(comparison: Comparison, a: Span, b: Span) -> Span {
         Comparison::Greater => greater,
         Comparison::AtMost => not(greater),
     };
-    Span::Truth(!must, can)
+    Span::Bool(!must, can)
 }
 
 /// Returns for each of less, equal and greater whether a value of the first range can be so, and

@@ -13,7 +13,7 @@
 //! | `rules` | ready-made functions |
 //! | `text` | nodes as text, and back |
 //! | `evaluate` | evaluation on the host, for one query and one key |
-//! | `slope` | the derivative of a score function |
+//! | `derivative` | the derivative of a score function |
 //! | `interval` | the possible results over ranges of queries and keys |
 //! | `window` | extraction of the part of a mask that is a window by name |
 //! | `cap` | extraction of the part of a score function that caps scores |
@@ -21,7 +21,7 @@
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `scale` | score functions that only add, applied before the scale |
 //! | `lower` | a function inside a kernel, over a thread's scores |
-//! | `weigh` | a score function in the backward pass |
+//! | `probabilities` | a score function in the backward pass |
 //! | `table` | a kernel that applies a function and does nothing else |
 //!
 //! The result of an operation is defined for every input, and is the same on the host and in
@@ -43,19 +43,19 @@ pub mod rules;
 
 mod cap;
 mod compose;
+mod derivative;
 mod evaluate;
 mod interval;
 mod node;
 mod pattern;
+mod probabilities;
 mod scale;
-mod slope;
 mod table;
 mod text;
 mod trace;
-mod weigh;
 mod window;
 
-pub use blocks::{BlockCounts, BlockMask, ListsOf, Walked};
+pub use blocks::{BlockCount, BlockCounts, BlockMask, ListsOf};
 pub use cap::Capped;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};

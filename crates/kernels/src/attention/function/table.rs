@@ -4,7 +4,7 @@
 use ptx::{Builder, Expression, F32, Program, Reg, S32, Target, U32, U64};
 
 use super::Function;
-use super::lower::{FunctionRegisters, Standing};
+use super::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::Error;
 use crate::attention::Score;
 use crate::parameter::{Number, Tensor};
@@ -40,7 +40,7 @@ impl Function {
                     let first = |k: &mut Builder, first: Reg<U32>, own: Reg<U32>| {
                         k.eval((first + own).reinterpret::<S32>())
                     };
-                    let standing = Standing {
+                    let coordinates = ScoreCoordinates {
                         batch,
                         head,
                         first_query: first(k, first_row, row),
@@ -70,7 +70,7 @@ impl Function {
                             places.push((exists, place));
                         }
                     }
-                    function.apply(k, &scores, &standing);
+                    function.apply(k, &scores, &coordinates);
                     for (Score { register, .. }, (exists, place)) in scores.iter().zip(places) {
                         k.if_(exists, |k| k.store(after + place, *register));
                     }

@@ -7,7 +7,7 @@ use super::{Batch, DynamicScheduler, WorkSlots, first_or_none};
 use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 use crate::forward::prefill::slice_corner;
-use crate::forward::scheduler::{ConsumerScheduler, Place, TileScheduler};
+use crate::forward::scheduler::{ConsumerScheduler, TileCoordinates, TileScheduler};
 use crate::forward::walk::{TileBlocks, Walks, WholeWalk};
 
 /// The consumers' side of the dynamic scheduler.
@@ -159,9 +159,9 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         }
     }
 
-    fn place(&self, k: &mut Builder, current: &Current) -> Place {
+    fn coordinates(&self, k: &mut Builder, current: &Current) -> TileCoordinates {
         let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
-        Place { first_row, query_length, key_length, head }
+        TileCoordinates { first_row, query_length, key_length, head }
     }
 
     fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
@@ -173,10 +173,15 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         &self.batch.visibility
     }
 
-    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
+    fn first_log_sum(
+        &self,
+        k: &mut Builder,
+        current: &Current,
+        coordinates: &TileCoordinates,
+    ) -> Value<U64> {
         let slot = self.slots.slot(k, current.slot);
         let start = k.load::<U32, _>(slot + 36);
-        place.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
+        coordinates.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
             + start.convert::<U64>()
     }
 
@@ -184,12 +189,12 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         &self,
         k: &mut Builder,
         current: &Current,
-        place: &Place,
+        coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>> {
         let slot = self.slots.slot(k, current.slot);
         let end = k.load::<U32, _>(slot + 32);
-        slice_corner(k, row, place.query_length, end, place.head)[1..].to_vec()
+        slice_corner(k, row, coordinates.query_length, end, coordinates.head)[1..].to_vec()
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

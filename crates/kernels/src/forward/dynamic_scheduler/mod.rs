@@ -8,8 +8,8 @@
 //! computes the tile's key blocks and positions and posts them in a slot in shared memory, from
 //! which the consumers read them. Which thread block takes a tile does not change its result.
 //!
-//! Every record stands for a tile of each query head. Heads are processed in rounds of a few heads,
-//! so that the keys and values of a round stay in L2. The last round has more heads, and so enough
+//! Every record stands for a tile of each query head. Heads are processed in groups of a few heads,
+//! so that the keys and values of a group stay in L2. The last group has more heads, and so enough
 //! short tiles to follow its long ones.
 //!
 //! Where all tiles run at once there is no list: each thread block has one tile, which it finds by
@@ -29,7 +29,7 @@ use crate::attention::scores::Slopes;
 use crate::attention::visibility::Visibility;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor, Workspace};
-use crate::sequencer::{Batch as Sequences, RECORD_BYTES};
+use crate::sequencer::{RECORD_BYTES, RaggedBatch};
 
 /// The scheduler of a thread block: what its producer's and its consumers' sides share.
 #[derive(Clone, Copy)]
@@ -166,16 +166,16 @@ pub(super) enum Tiles {
     Listed(TileList),
     /// The sequences themselves: each thread block has one tile, which it finds by counting the
     /// tiles of the sequences. `tiles` receives the number of tiles per head.
-    Single { sequences: Sequences, tiles: Reg<U32> },
+    Single { sequences: RaggedBatch, tiles: Reg<U32> },
 }
 
-/// The list of tiles, and the rounds in which heads go through it.
+/// The list of tiles, and the groups in which heads go through it.
 #[derive(Clone, Copy)]
 pub(super) struct TileList {
     schedule: Reg<GlobalAddress>,
-    /// Heads per round, except in the last round, which has more.
+    /// Heads per group, except in the last group, which has more.
     together: Reg<U32>,
-    /// The first head of the last round.
+    /// The first head of the last group.
     last: Reg<U32>,
 }
 
@@ -197,7 +197,7 @@ impl Batch {
     pub(super) fn parameters(k: &mut Builder, prefill: &Prefill, scale_log2: Reg<F32>) -> Self {
         let rules = prefill.tile.rules;
         let tiles = match prefill.single_tile {
-            true => Tiles::Single { sequences: Sequences::parameters(k), tiles: k.variable(0) },
+            true => Tiles::Single { sequences: RaggedBatch::parameters(k), tiles: k.variable(0) },
             false => Tiles::Listed(TileList {
                 schedule: Workspace::Schedule.address(k),
                 together: Number::HeadsPerGroup.read(k),

@@ -108,7 +108,7 @@ impl<'a> DynamicProducer<'a> {
     }
 
     /// Starts the copy of a tile's record to shared memory and stores the tile's head behind it.
-    /// Tiles are numbered by round, within a round by record, and within a record by head.
+    /// Tiles are numbered by group, within a group by record, and within a record by head.
     fn ask_for_record(&self, k: &mut Builder, list: &TileList, number: Reg<U32>) {
         let TileList { schedule, together, last } = *list;
         let heads = self.batch.heads;
@@ -117,11 +117,11 @@ impl<'a> DynamicProducer<'a> {
         let first = k.eval(is_last.choose::<U32>(last, 0));
         let together = k.eval(is_last.choose::<U32>(heads - last, together));
         let number = k.eval(number - self.records * first);
-        let per_round = k.eval(self.records * together);
-        let round = k.eval(number / per_round);
-        let rest = k.eval(number - round * per_round);
+        let per_group = k.eval(self.records * together);
+        let group = k.eval(number / per_group);
+        let rest = k.eval(number - group * per_group);
         let record = k.eval(rest / together);
-        let head = k.eval(first + round * together + (rest - record * together));
+        let head = k.eval(first + group * together + (rest - record * together));
         let at = k.eval(schedule + record.convert::<U64>() * RECORD_BYTES as u64);
         let room = k.shared_address(self.slots.record);
         for byte in [0, 16] {

@@ -3,25 +3,25 @@
 
 use ptx::{Builder, ChunkPlace, Expression, Reg, RowCopies, TileWriter, U32, U64, WarpFragment};
 
-use super::lanes::Stand;
+use super::lanes::WarpPartition;
 use super::step::Warp;
 use super::tensors::Tensors;
 
 /// Stores `dV` and `dK` of the thread block's keys.
 pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
-    let Warp { backward, place, rule, shared, .. } = *warp;
+    let Warp { backward, scheduler, rule, shared, .. } = *warp;
     // Products read the tile of keys up to here.
     k.block_sync();
     let values = (&tensors.value_gradients, backward.value_layout(), backward.value_head_dim);
     let keys = (&tensors.key_gradients, backward.key_layout(), backward.head_dim);
-    let stand = Stand::new(k, backward);
+    let partition = WarpPartition::new(k, backward);
     for (sums, factor, layout, offset) in [
         (&warp.value_gradients, None, values.1, shared.values),
         (&warp.key_gradients, Some(rule.scale), keys.1, shared.keys),
     ] {
         let tile = k.shared_address(offset);
-        let first = stand.key_warp * backward.warp_keys();
-        let writer = TileWriter::new(k, layout, tile, first, stand.column_warp * 2);
+        let first = partition.key_warp * backward.warp_keys();
+        let writer = TileWriter::new(k, layout, tile, first, partition.column_warp * 2);
         for step in 0..sums.groups() as u32 / 2 {
             let rounded = WarpFragment::new(k, backward.element, backward.warp_keys(), 16);
             for row in 0..sums.thread_rows() {
@@ -39,14 +39,14 @@ pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
     }
     k.block_sync();
     // Recomputed rather than kept in registers through the loop.
-    let tile = place.find(k);
-    let [_, key_length] = place.lengths(k);
+    let tile = scheduler.find(k);
+    let [_, key_length] = scheduler.lengths(k);
     let thread = k.thread_index();
     let at = ChunkPlace::of(k, thread);
     for ((tensor, layout, dim), offset) in [(values, shared.values), (keys, shared.keys)] {
         let from = k.shared_address(offset);
         let from = RowCopies::new(layout, dim).target(k, from, at);
-        let rows = tensor.of_head(k, backward, place, tile.key_head);
+        let rows = tensor.of_head(k, backward, scheduler, tile.key_head);
         for first in (0..backward.key_block()).step_by(backward.threads() as usize / 8) {
             let row = k.eval(tile.first_key + at.row + first);
             let to = rows.row(k, backward.element, row);

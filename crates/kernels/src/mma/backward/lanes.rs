@@ -9,7 +9,7 @@ use super::BackwardMma;
 
 /// The parts of the work that a warp takes.
 #[derive(Clone, Copy)]
-pub(super) struct Stand {
+pub(super) struct WarpPartition {
     /// Which of the groups of warps with keys of their own it belongs to.
     pub(super) key_warp: Reg<U32>,
     /// Its index among the warps that share its keys.
@@ -18,14 +18,14 @@ pub(super) struct Stand {
     pub(super) query_gradient: [Reg<U32>; 2],
 }
 
-impl Stand {
+impl WarpPartition {
     pub(super) fn new(k: &mut Builder, backward: &BackwardMma) -> Self {
         let thread = k.thread_index();
         // Broadcast from lane 0, so that ptxas knows that the value is uniform in the warp.
         let warp = k.eval(thread / 32);
         let warp = k.shuffle_index(warp, 0);
         let [columns, _] = backward.query_gradient_warps();
-        Stand {
+        WarpPartition {
             key_warp: k.eval(warp / backward.column_warps),
             column_warp: k.eval(warp % backward.column_warps),
             query_gradient: [k.eval(warp % columns), k.eval(warp / columns)],
@@ -45,14 +45,14 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn new(k: &mut Builder, backward: &BackwardMma, stand: &Stand) -> Self {
+    pub(super) fn new(k: &mut Builder, backward: &BackwardMma, partition: &WarpPartition) -> Self {
         let lane = k.lane();
         let rows_first = SteppedLanes::rows_first(k, lane);
         let columns_first = SteppedLanes::columns_first(k, lane);
         Lanes {
-            keys: rows_first.rows_down(k, stand.key_warp * backward.warp_keys()),
-            queries: columns_first.rows_down(k, stand.column_warp * backward.warp_queries()),
-            columns: rows_first.steps_on(k, stand.column_warp),
+            keys: rows_first.rows_down(k, partition.key_warp * backward.warp_keys()),
+            queries: columns_first.rows_down(k, partition.column_warp * backward.warp_queries()),
+            columns: rows_first.steps_on(k, partition.column_warp),
         }
     }
 }
@@ -61,8 +61,8 @@ impl Lanes {
 /// and its queries of `dS`, as columns. They are recomputed in each step, to save registers during
 /// the other products.
 pub(super) fn query_gradient_lanes(k: &mut Builder, backward: &BackwardMma) -> [SteppedLanes; 2] {
-    let (lane, stand) = (k.lane(), Stand::new(k, backward));
-    let [columns, queries] = stand.query_gradient;
+    let (lane, partition) = (k.lane(), WarpPartition::new(k, backward));
+    let [columns, queries] = partition.query_gradient;
     let keys = SteppedLanes::columns_first(k, lane).steps_on(k, columns);
     [keys, SteppedLanes::rows_first(k, lane).steps_on(k, queries)]
 }

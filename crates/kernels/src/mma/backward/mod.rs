@@ -23,8 +23,9 @@
 //! synchronisation.
 //!
 //! The mapping of thread blocks to key blocks, for equal lengths and ragged batches, and the order
-//! of additions in the deterministic mode are shared with the Hopper kernel (`place` and `order` of
-//! its module). No warp is reserved for turns: thread 0 waits for them and passes them on.
+//! of additions in the deterministic mode are shared with the Hopper kernel (`tile_scheduler` and
+//! `order` of its module). No warp is reserved for turns: thread 0 waits for them and passes them
+//! on.
 //!
 //! Each stage of the kernel has its file: `tensors` holds addresses, `lanes` the `ldmatrix`
 //! addressing of each warp, `weights` turns scores into `P`, `step` is one query block, `walk` is
@@ -46,8 +47,8 @@ use ptx::{
 };
 
 use crate::attention::{Batch, Rules};
-use crate::backward::place::Place;
-use crate::backward::{BackwardPass, batch_name};
+use crate::backward::BackwardPass;
+use crate::backward::tile_scheduler::TileScheduler;
 use crate::{Error, build};
 use tensors::Tensors;
 use weights::WeightRule;
@@ -107,7 +108,7 @@ impl BackwardMma {
         let BackwardMma { key_tiles, key_warps, column_warps, part, ahead, residents, .. } = self;
         let (rules, keys) = (self.rules.name(), self.key_block());
         let mode = if self.deterministic { "_deterministic" } else { "" };
-        let batch = batch_name(self.batch);
+        let batch = self.batch.suffix();
         format!(
             "backward_mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{keys}\
              _w{key_tiles}x{key_warps}x{column_warps}p{part}a{ahead}r{residents}{mode}{batch}"
@@ -203,7 +204,7 @@ impl BackwardMma {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
-            housekeeping: false,
+            clear_and_round: false,
             batch: self.batch,
         }
     }
@@ -215,7 +216,7 @@ impl BackwardMma {
         let scores = if self.column_warps > 1 { 2 } else { 1 };
         once + self.slots() * (slot + self.pass().statistics_bytes())
             + scores * self.score_layout().bytes()
-            + Place::shared_bytes(self.batch)
+            + TileScheduler::shared_bytes(self.batch)
     }
 
     /// Returns whether shared memory holds as many thread blocks as are to be resident.
@@ -306,15 +307,15 @@ impl BackwardMma {
 
     fn write(&self, k: &mut Builder) {
         let tensors = Tensors::parameters(k, self);
-        let place = Place::parameters(k, &self.pass());
+        let scheduler = TileScheduler::parameters(k, &self.pass());
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
         if self.batch != Batch::Equal {
             let thread = k.thread_index();
-            k.if_(thread.equals(0), |k| place.post(k));
+            k.if_(thread.equals(0), |k| scheduler.post(k));
             k.block_sync();
         }
-        place.if_tile(k, |k| walk::walk(k, self, &tensors, &place, &rule, &shared));
+        scheduler.if_tile(k, |k| walk::walk(k, self, &tensors, &scheduler, &rule, &shared));
     }
 
     /// Reserves the shared memory.

@@ -11,17 +11,17 @@ use ptx::{
     WarpFragment,
 };
 
-use super::lanes::{Lanes, Stand, query_gradient_lanes};
+use super::lanes::{Lanes, WarpPartition, query_gradient_lanes};
 use super::weights::{Corner, WeightRule};
 use super::{BackwardMma, Shared, slot};
 use crate::backward::SumsLayout;
 use crate::backward::order::{await_turn, pass_turn};
-use crate::backward::place::{Place, Tile, Walk};
+use crate::backward::tile_scheduler::{Tile, TileScheduler, Walk};
 
 /// The state of one warp.
 pub(super) struct Warp<'a> {
     pub(super) backward: &'a BackwardMma,
-    pub(super) place: &'a Place,
+    pub(super) scheduler: &'a TileScheduler,
     pub(super) tile: &'a Tile,
     pub(super) rule: &'a WeightRule,
     pub(super) shared: &'a Shared,
@@ -54,7 +54,7 @@ impl Warp<'_> {
         }
         let thread = k.thread_index();
         if let Some(counters) = self.turns {
-            k.if_(thread.equals(0), |k| await_turn(k, counters, self.place, self.walk));
+            k.if_(thread.equals(0), |k| await_turn(k, counters, self.scheduler, self.walk));
         }
         k.block_sync();
         if let Some(weights) = self.shared.weights {
@@ -70,7 +70,7 @@ impl Warp<'_> {
         self.query_gradients(k);
         if let Some(counters) = self.turns {
             k.block_sync();
-            k.if_(thread.equals(0), |k| pass_turn(k, counters, self.place, self.walk));
+            k.if_(thread.equals(0), |k| pass_turn(k, counters, self.scheduler, self.walk));
         }
     }
 
@@ -83,11 +83,12 @@ impl Warp<'_> {
         let scores = WarpAccumulator::new(k, rows, columns);
         self.multiply_rows(k, index, part, Right::Queries, &scores);
         let [log_sums, row_sums] = self.statistics(k, index, part);
-        let needs_mask = self.place.needs_mask(k, self.tile, self.walk.block);
+        let needs_mask = self.scheduler.needs_mask(k, self.tile, self.walk.block);
         let weights = WarpFragment::new(k, backward.element, rows, columns);
         let needed = (needs_mask, self.walk.needs_function());
-        self.rule
-            .apply(k, self.place, (&scores, &weights), log_sums, needed, |k| self.corner(k, part));
+        self.rule.apply(k, self.scheduler, (&scores, &weights), log_sums, needed, |k| {
+            self.corner(k, part)
+        });
         let products = WarpAccumulator::new(k, rows, columns);
         self.multiply_rows(k, index, part, Right::OutputGradients, &products);
         self.score_gradients(k, &products, &scores, row_sums);
@@ -197,13 +198,13 @@ impl Warp<'_> {
     fn store(&self, k: &mut Builder, rounded: &WarpFragment, tile: u32, part: u32) {
         let backward = self.backward;
         let tile = k.shared_address(tile);
-        let stand = Stand::new(k, backward);
+        let partition = WarpPartition::new(k, backward);
         let writer = TileWriter::new(
             k,
             backward.score_layout(),
             tile,
-            stand.key_warp * backward.warp_keys(),
-            stand.column_warp * (backward.warp_queries() / 8 % 8),
+            partition.key_warp * backward.warp_keys(),
+            partition.column_warp * (backward.warp_queries() / 8 % 8),
         );
         rounded.store(k, &writer, part * (backward.part / 8));
     }
@@ -214,8 +215,8 @@ impl Warp<'_> {
         let backward = self.backward;
         let bytes = backward.pass().statistics_bytes();
         let first = k.shared_address(self.shared.statistics + index * bytes);
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
-        let query = stand.column_warp * backward.warp_queries() + lane % 4 * 2;
+        let (lane, partition) = (k.lane(), WarpPartition::new(k, backward));
+        let query = partition.column_warp * backward.warp_queries() + lane % 4 * 2;
         let log_sums = k.eval(first + query * 4 + part * backward.part * 4);
         [log_sums, k.eval(log_sums + backward.query_block * 4)]
     }
@@ -224,13 +225,14 @@ impl Warp<'_> {
     /// registers.
     fn corner(&self, k: &mut Builder, part: u32) -> Corner {
         let backward = self.backward;
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
-        let key = self.place.first_key(k) + stand.key_warp * backward.warp_keys() + lane / 4;
+        let (lane, partition) = (k.lane(), WarpPartition::new(k, backward));
+        let key =
+            self.scheduler.first_key(k) + partition.key_warp * backward.warp_keys() + lane / 4;
         let query = self.walk.block * backward.query_block
-            + stand.column_warp * backward.warp_queries()
+            + partition.column_warp * backward.warp_queries()
             + (lane % 4 * 2 + part * backward.part);
         Corner {
-            sequence: self.place.batch(k, self.tile),
+            sequence: self.scheduler.batch(k, self.tile),
             head: self.walk.head,
             key: k.eval(key.reinterpret()),
             query: k.eval(query.reinterpret()),
@@ -269,11 +271,11 @@ impl Warp<'_> {
         let backward = self.backward;
         let layout = backward.pass().sums_layout();
         let [columns, queries] = backward.query_gradient_warps();
-        let (lane, stand) = (k.lane(), Stand::new(k, backward));
+        let (lane, partition) = (k.lane(), WarpPartition::new(k, backward));
         let at_once = backward.target.has(Capability::VectorReductions);
         // The warps interleave: tiles of 16 columns, and pairs of groups of 8 queries, go to them
         // in turn.
-        let [column_warp, query_warp] = stand.query_gradient;
+        let [column_warp, query_warp] = partition.query_gradient;
         let warp_bytes = SumsLayout::REGISTERS_BYTES / 4;
         let (tile_bytes, lane_bytes) = if at_once { (warp_bytes, 16) } else { (warp_bytes / 4, 4) };
         let within = column_warp * tile_bytes

@@ -4,9 +4,9 @@ use ptx::{Builder, GlobalAddress, Reg, U32};
 
 use super::BackwardMma;
 use crate::attention::Batch;
-use crate::backward::place::Place;
 use crate::backward::row_blocks::Vectors;
-use crate::mma::place::HeadRows;
+use crate::backward::tile_scheduler::TileScheduler;
+use crate::mma::work_tile::HeadRows;
 use crate::parameter::{Tensor, Workspace};
 
 /// The tensors and workspaces of the kernel.
@@ -64,19 +64,19 @@ impl Positions {
         &self,
         k: &mut Builder,
         backward: &BackwardMma,
-        place: &Place,
+        scheduler: &TileScheduler,
         head: Reg<U32>,
     ) -> HeadRows {
         let none = k.eval(0);
         match &self.vectors {
             Vectors::Strided(tensor) => {
-                let batch = place.find(k).batch;
+                let batch = scheduler.find(k).batch;
                 let first = tensor.row(k, backward.element, [batch, none, head]);
                 HeadRows { first, start: None, stride: tensor.strides.row }
             }
             Vectors::Rows(tensor) => HeadRows {
                 first: tensor.row_address(k, backward.element, none, head),
-                start: place.starts(k).map(|starts| starts[self.side as usize]),
+                start: scheduler.starts(k).map(|starts| starts[self.side as usize]),
                 stride: tensor.row,
             },
         }

@@ -7,12 +7,12 @@
 
 use ptx::{Builder, Expression, U64, WarpAccumulator};
 
-use super::lanes::{Lanes, Stand};
+use super::lanes::{Lanes, WarpPartition};
 use super::step::Warp;
 use super::tensors::{Positions, Tensors};
 use super::weights::WeightRule;
 use super::{BackwardMma, Shared, epilogue, slot};
-use crate::backward::place::{Place, Walk};
+use crate::backward::tile_scheduler::{TileScheduler, Walk};
 use crate::mma::copies::{Blocks, wait};
 
 /// Emits all work on the tile of a thread block.
@@ -20,31 +20,31 @@ pub(super) fn walk(
     k: &mut Builder,
     backward: &BackwardMma,
     tensors: &Tensors,
-    place: &Place,
+    scheduler: &TileScheduler,
     rule: &WeightRule,
     shared: &Shared,
 ) {
-    let tile = place.find(k);
-    let walk = place.walk(k, &tile);
-    let stand = Stand::new(k, backward);
+    let tile = scheduler.find(k);
+    let walk = scheduler.walk(k, &tile);
+    let partition = WarpPartition::new(k, backward);
     let gradients = |k: &mut Builder, dim: u32| {
         let columns = 16 * backward.column_steps(dim);
         WarpAccumulator::zeros(k, backward.warp_keys(), columns)
     };
     let warp = Warp {
         backward,
-        place,
+        scheduler,
         tile: &tile,
         rule,
         shared,
         sums: tensors.sums,
         turns: tensors.turns,
-        lanes: Lanes::new(k, backward, &stand),
+        lanes: Lanes::new(k, backward, &partition),
         key_gradients: gradients(k, backward.head_dim),
         value_gradients: gradients(k, backward.value_head_dim),
         walk: &walk,
     };
-    let copies = Copies { backward, tensors, place, shared };
+    let copies = Copies { backward, tensors, scheduler, shared };
     k.if_(walk.left.greater(0), |k| {
         copies.clear_padding(k);
         copies.keys(k);
@@ -54,7 +54,7 @@ pub(super) fn walk(
                 wait(k, 0);
                 let send = |k: &mut Builder| {
                     k.if_(walk.left.greater(1), |k| {
-                        let next = walk.ahead(k, place, &tile);
+                        let next = walk.ahead(k, scheduler, &tile);
                         copies.queries(k, &next, (index + 1) % backward.slots());
                     });
                 };
@@ -66,7 +66,7 @@ pub(super) fn walk(
                     k.block_sync();
                     send(k);
                 }
-                walk.advance(k, place, &tile);
+                walk.advance(k, scheduler, &tile);
                 k.break_if(walk.left.equals(0));
             }
         });
@@ -78,7 +78,7 @@ pub(super) fn walk(
 struct Copies<'a> {
     backward: &'a BackwardMma,
     tensors: &'a Tensors,
-    place: &'a Place,
+    scheduler: &'a TileScheduler,
     shared: &'a Shared,
 }
 
@@ -91,11 +91,11 @@ impl Copies<'_> {
         let values =
             (&tensors.values, backward.value_layout(), backward.value_head_dim, shared.values);
         let walked = self.walked().map(|tiles| (tiles, backward.slots()));
-        let tile = self.place.find(k);
+        let tile = self.scheduler.find(k);
         for ((tensor, layout, dim, first), slots) in
             [(keys, 1), (values, 1)].into_iter().chain(walked)
         {
-            let of_head = tensor.of_head(k, backward, self.place, tile.key_head);
+            let of_head = tensor.of_head(k, backward, self.scheduler, tile.key_head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let slots: Vec<_> = (0..slots).map(|index| slot(k, first, layout, index)).collect();
             blocks.clear_padding(k, &slots);
@@ -105,14 +105,14 @@ impl Copies<'_> {
     /// Copies keys and values.
     fn keys(&self, k: &mut Builder) {
         let Copies { backward, tensors, shared, .. } = *self;
-        let tile = self.place.find(k);
-        let (first, [_, key_length]) = (tile.first_key, self.place.lengths(k));
+        let tile = self.scheduler.find(k);
+        let (first, [_, key_length]) = (tile.first_key, self.scheduler.lengths(k));
         let rows = k.eval(key_length - first);
         for (tensor, layout, dim, offset) in [
             (&tensors.keys, backward.key_layout(), backward.head_dim, shared.keys),
             (&tensors.values, backward.value_layout(), backward.value_head_dim, shared.values),
         ] {
-            let of_head = tensor.of_head(k, backward, self.place, tile.key_head);
+            let of_head = tensor.of_head(k, backward, self.scheduler, tile.key_head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let to = k.shared_address(offset);
             blocks.copy(k, to, first, Some(rows));
@@ -122,11 +122,11 @@ impl Copies<'_> {
     /// Copies the current query block of a walk, with its output gradients and statistics.
     fn queries(&self, k: &mut Builder, walk: &Walk, index: u32) {
         let Copies { backward, tensors, shared, .. } = *self;
-        let [query_length, _] = self.place.lengths(k);
+        let [query_length, _] = self.scheduler.lengths(k);
         let first = k.eval(walk.block * backward.query_block);
         let rows = k.eval(query_length - first);
         for (tensor, layout, dim, offset) in self.walked() {
-            let of_head = tensor.of_head(k, backward, self.place, walk.head);
+            let of_head = tensor.of_head(k, backward, self.scheduler, walk.head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let to = slot(k, offset, layout, index);
             blocks.copy(k, to, first, Some(rows));

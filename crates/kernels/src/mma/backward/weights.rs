@@ -5,10 +5,10 @@ use ptx::{
     WarpFragment,
 };
 
-use crate::attention::function::lower::{Functions, Standing};
+use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{Rules, Score};
-use crate::backward::place::Place;
+use crate::backward::tile_scheduler::TileScheduler;
 use crate::parameter::Scale;
 
 /// The launch's parameters for the rules.
@@ -18,7 +18,7 @@ pub(super) struct WeightRule {
     /// The softmax scale, by which `dK` is multiplied at the end.
     pub(super) scale: Reg<F32>,
     functions: Functions,
-    has_slopes: bool,
+    has_score_derivative: bool,
 }
 
 /// The coordinates of a thread's first score.
@@ -37,7 +37,7 @@ impl WeightRule {
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             scale: Scale::Natural.read(k),
             functions: Functions::of_gradients(k, rules),
-            has_slopes: rules.has_slopes(),
+            has_score_derivative: rules.has_score_derivative(),
         }
     }
 
@@ -49,7 +49,7 @@ impl WeightRule {
     pub(super) fn apply(
         &self,
         k: &mut Builder,
-        place: &Place,
+        scheduler: &TileScheduler,
         (scores, rounded): (&WarpAccumulator, &WarpFragment),
         log_sums: Reg<SharedAddress>,
         (needs_mask, needs_function): (Value<Pred>, Option<Value<Pred>>),
@@ -60,14 +60,14 @@ impl WeightRule {
         self.scores.cap(k, &all);
         self.scores.in_natural_units(k, &all);
         k.if_(needs_mask, |k| {
-            let (Corner { key, query, .. }, lengths) = (corner(k), place.lengths(k));
-            let seen = place.visibility.seen_from(k, &rows, key, query, lengths);
+            let (Corner { key, query, .. }, lengths) = (corner(k), scheduler.lengths(k));
+            let seen = scheduler.visibility.seen_from(k, &rows, key, query, lengths);
             seen.hide_others(k, &all);
         });
-        let standing = |k: &mut Builder| {
+        let coordinates = |k: &mut Builder| {
             let Corner { sequence, head, key, query } = corner(k);
-            let [query_length, key_length] = place.lengths(k);
-            Standing {
+            let [query_length, key_length] = scheduler.lengths(k);
+            ScoreCoordinates {
                 batch: sequence,
                 head,
                 first_query: query,
@@ -79,8 +79,8 @@ impl WeightRule {
         };
         if let Some(mask) = &self.functions.mask {
             let apply = |k: &mut Builder| {
-                let standing = standing(k);
-                mask.apply(k, &all, &standing);
+                let coordinates = coordinates(k);
+                mask.apply(k, &all, &coordinates);
             };
             match needs_function {
                 Some(needed) => k.if_(needed, apply),
@@ -90,18 +90,25 @@ impl WeightRule {
         let slope = self.slopes.as_ref().map(|slopes| {
             let Corner { sequence, head, key, query } = corner(k);
             let slope = slopes.unscaled(k, sequence, head, self.scores.scale_log2);
-            let [queries, keys] = place.lengths(k).map(|length| length.reinterpret::<S32>());
+            let [queries, keys] = scheduler.lengths(k).map(|length| length.reinterpret::<S32>());
             (slope, k.eval(key - (query + keys - queries)))
         });
         if let Some(function) = &self.functions.score {
             if let Some((slope, distance)) = slope {
                 alibi(k, &all, &rows, distance.into(), slope);
             }
-            let standing = standing(k);
+            let coordinates = coordinates(k);
             let numbers = (self.scores.scale_log2, log_sums);
-            function.weigh(k, &all, &standing, numbers, self.has_slopes, |k, first, weights| {
-                rounded.set_pair(k, first.row, first.column as usize / 8, weights);
-            });
+            function.probabilities(
+                k,
+                &all,
+                &coordinates,
+                numbers,
+                self.has_score_derivative,
+                |k, first, weights| {
+                    rounded.set_pair(k, first.row, first.column as usize / 8, weights);
+                },
+            );
             return;
         }
         let slope =
@@ -133,8 +140,8 @@ impl WeightRule {
                     // The derivative 1 - tanh^2. Hidden scores are minus infinity, clamped to -1 so
                     // that the product with the zero weight is not NaN.
                     let tanh = k.eval(score.maximum(-1.0));
-                    let slope = k.fma(-tanh, tanh, 1.0);
-                    k.set(score, weight * slope);
+                    let derivative = k.fma(-tanh, tanh, 1.0);
+                    k.set(score, weight * derivative);
                 }
             }
         }

@@ -14,7 +14,7 @@ pub(super) fn calls(it: &Decode) -> Vec<Call> {
     all.extend(calls.windows());
     all.extend(calls.between());
     all.extend(if it.paged { calls.shared_pages() } else { calls.packed() });
-    if it.splits != Splits::Shares {
+    if it.splits != Splits::Balanced {
         all.extend(fixed_splits(it, calls.place));
     }
     all

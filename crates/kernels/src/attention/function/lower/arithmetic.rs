@@ -69,7 +69,7 @@ fn floor_divide(k: &mut Builder, a: Reg<S32>, b: Reg<S32>) -> [Value<S32>; 2] {
 }
 
 pub(super) fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed {
-    use Computed::{Float, Integer, Truth};
+    use Computed::{Bool, Float, Integer};
     match (operation, a) {
         (Unary::Negate, Integer(a)) => Integer(k.eval(-a).into()),
         (Unary::Negate, a) => Float(k.eval(-a.float()).into()),
@@ -79,7 +79,7 @@ pub(super) fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed 
         }
         (Unary::Absolute, a) => Float(k.absolute(a.float()).into()),
         (Unary::Not, Integer(a)) => Integer(k.eval(!a).into()),
-        (Unary::Not, a) => Truth(k.eval(!a.truth()).into()),
+        (Unary::Not, a) => Bool(k.eval(!a.boolean()).into()),
         (Unary::Tanh, a) => {
             // tanh(a) = 1 - 2 / (e^(2a) + 1): the hardware's `tanh` is accurate to 11 bits only.
             let power = k.exp2(a.float() * (2.0 * LOG2_E));

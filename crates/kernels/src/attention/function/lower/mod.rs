@@ -10,15 +10,15 @@
 //! | --- | --- |
 //! | `run` | evaluates the nodes level by level over one thread's scores |
 //! | `arithmetic` | the instructions of one operation |
-//! | `place` | addresses and loads of elements of captured tensors |
+//! | `address` | addresses and loads of elements of captured tensors |
 
+mod address;
 mod arithmetic;
-mod place;
 mod run;
 
 use ptx::{Builder, Choose, F32, Pred, Reg, S32, U32, Value};
 
-use self::place::{Place, TensorRegisters};
+use self::address::{ElementAddress, TensorRegisters};
 use self::run::{Run, Values};
 use super::Function;
 use super::node::{Id, Kind, Node, Stored, Symbol, Unary};
@@ -60,8 +60,8 @@ impl Functions {
     }
 
     /// Declares the launch parameters of the functions for a backward kernel, whose score tiles
-    /// have keys as rows and queries as columns. The score function also computes its slope, the
-    /// derivative with respect to the score.
+    /// have keys as rows and queries as columns. The score function also computes its derivative
+    /// with respect to the score.
     pub(crate) fn of_gradients(k: &mut Builder, rules: &Rules) -> Self {
         let mut declared = |it: Option<Function>| {
             it.map(|it| FunctionRegisters::declared(k, it, it.kind() == Kind::Score, true))
@@ -76,12 +76,12 @@ impl Functions {
 pub(crate) struct FunctionRegisters {
     kind: Kind,
     nodes: Vec<Node>,
-    /// The node of the result, then that of the slope where it was requested.
+    /// The node of the result, then that of the derivative where it was requested.
     roots: Vec<Id>,
     /// By node: what it depends on.
     levels: Vec<Level>,
     /// By node: how it changes from column to column, if it is a position converted to a float.
-    moving: Vec<Option<Moving>>,
+    induction_variables: Vec<Option<InductionVariable>>,
     /// By node: whether a root depends on it.
     needed: Vec<bool>,
     tensors: Vec<TensorRegisters>,
@@ -99,22 +99,22 @@ pub(crate) struct FunctionRegisters {
 /// for the first column only, and the others are float additions. The result is exact wherever the
 /// conversion is.
 #[derive(Clone, Copy)]
-struct Moving {
+struct InductionVariable {
     /// The integer that is converted.
     sum: Sum,
     /// Whether its absolute value is taken.
     absolute: bool,
 }
 
-impl Moving {
+impl InductionVariable {
     fn of(nodes: &[Node], id: usize, transposed: bool) -> Option<Self> {
         let Node::Unary(Unary::ToFloat, integer) = nodes[id] else { return None };
         let (integer, absolute) = match nodes[integer as usize] {
             Node::Unary(Unary::Absolute, inner) => (inner, true),
             _ => (integer, false),
         };
-        let moving = Moving { sum: Sum::of(nodes, integer)?, absolute };
-        (moving.step(transposed) != 0).then_some(moving)
+        let variable = InductionVariable { sum: Sum::of(nodes, integer)?, absolute };
+        (variable.step(transposed) != 0).then_some(variable)
     }
 
     /// Returns the change from one column to the next.
@@ -131,7 +131,7 @@ impl Moving {
 
 /// The position of a thread's scores in the problem.
 #[derive(Clone, Copy)]
-pub(crate) struct Standing<'a> {
+pub(crate) struct ScoreCoordinates<'a> {
     pub(crate) batch: Reg<U32>,
     pub(crate) head: Reg<U32>,
     /// The query of the thread's first row, or of its first column where rows are keys.
@@ -169,10 +169,11 @@ impl Level {
 enum Computed {
     Float(Value<F32>),
     Integer(Value<S32>),
-    Truth(Value<Pred>),
+    Bool(Value<Pred>),
     /// For a load that also depends on later levels, the part of its address that is known so far.
-    Place(Place),
-    /// For a [`Moving`] float, its value in the first column, before the absolute value is taken.
+    ElementAddress(ElementAddress),
+    /// For an [`InductionVariable`], its value in the first column, before the absolute value is
+    /// taken.
     First(Value<F32>),
 }
 
@@ -191,9 +192,9 @@ impl Computed {
         }
     }
 
-    fn truth(&self) -> Value<Pred> {
+    fn boolean(&self) -> Value<Pred> {
         match self {
-            Computed::Truth(value) => value.clone(),
+            Computed::Bool(value) => value.clone(),
             _ => unreachable!("types were checked"),
         }
     }
@@ -205,13 +206,13 @@ impl FunctionRegisters {
         FunctionRegisters::declared(k, function, false, false)
     }
 
-    fn declared(k: &mut Builder, function: Function, slope: bool, transposed: bool) -> Self {
+    fn declared(k: &mut Builder, function: Function, derivative: bool, transposed: bool) -> Self {
         let body = function.body();
-        let (nodes, roots) = match slope {
-            true => function.with_slope(),
+        let (nodes, roots) = match derivative {
+            true => function.with_derivative(),
             false => (body.nodes.clone(), [body.root; 2]),
         };
-        let roots = roots[..1 + usize::from(slope)].to_vec();
+        let roots = roots[..1 + usize::from(derivative)].to_vec();
         let tensors = body.tensors.iter().enumerate().map(|(index, spec)| {
             let of = |part| Captured { kind: body.kind, index: index as u8, part };
             let dimensions = 0..spec.rank as u8;
@@ -230,7 +231,7 @@ impl FunctionRegisters {
             nodes,
             roots,
             levels: Vec::new(),
-            moving: Vec::new(),
+            induction_variables: Vec::new(),
             needed: Vec::new(),
             tensors,
             transposed,
@@ -281,7 +282,8 @@ impl FunctionRegisters {
         vec![None; self.nodes.len()]
     }
 
-    /// Finds the level of each node, the nodes that are [`Moving`], and the nodes that are needed.
+    /// Finds the level of each node, the nodes that are an [`InductionVariable`], and
+    /// the nodes that are needed.
     fn analysed(self) -> Self {
         let FunctionRegisters { nodes, transposed, .. } = &self;
         let mut levels: Vec<Level> = Vec::new();
@@ -297,33 +299,38 @@ impl FunctionRegisters {
                 node => Level::of(node.inputs().iter().map(|input| levels[*input as usize])),
             });
         }
-        let moving = (0..nodes.len()).map(|id| Moving::of(nodes, id, *transposed));
-        let moving: Vec<Option<Moving>> = moving.collect();
+        let variables = (0..nodes.len()).map(|id| InductionVariable::of(nodes, id, *transposed));
+        let induction_variables: Vec<Option<InductionVariable>> = variables.collect();
         let mut needed = vec![false; nodes.len()];
         self.roots.iter().for_each(|root| needed[*root as usize] = true);
-        for id in (0..nodes.len()).rev().filter(|id| moving[*id].is_none()) {
+        for id in (0..nodes.len()).rev().filter(|id| induction_variables[*id].is_none()) {
             if needed[id] {
                 nodes[id].inputs().iter().for_each(|input| needed[*input as usize] = true);
             }
         }
-        FunctionRegisters { levels, moving, needed, ..self }
+        FunctionRegisters { levels, induction_variables, needed, ..self }
     }
 
     /// Applies the function to the scores in place: a score function replaces them, and a mask sets
     /// those it hides to minus infinity.
-    pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
+    pub(crate) fn apply(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        coordinates: &ScoreCoordinates<'_>,
+    ) {
         let body = |k: &mut Builder, score: &Score, results: &[Computed]| {
             let register = score.register;
             match self.kind {
                 Kind::Score => k.set(register, results[0].float()),
                 Kind::Mask => {
-                    let seen = results[0].truth();
+                    let seen = results[0].boolean();
                     k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
                 }
             }
         };
         let scores = in_order_of_columns(scores);
-        let run = Run::new(k, self, standing);
+        let run = Run::new(k, self, coordinates);
         match run.pairs_lie_together(k, &scores) {
             None => run.each(k, &scores, body),
             Some(together) => k.if_else(
@@ -335,16 +342,16 @@ impl FunctionRegisters {
     }
 
     /// Calls `body` for each score, column by column, with the result of the score function and its
-    /// slope.
-    pub(crate) fn each_with_slope(
+    /// derivative.
+    pub(crate) fn each_with_derivative(
         &self,
         k: &mut Builder,
         scores: &[Score],
-        standing: &Standing<'_>,
+        coordinates: &ScoreCoordinates<'_>,
         mut body: impl FnMut(&mut Builder, &Score, [Value<F32>; 2]),
     ) {
         let scores = in_order_of_columns(scores);
-        Run::new(k, self, standing).each(k, &scores, |k, score, results| {
+        Run::new(k, self, coordinates).each(k, &scores, |k, score, results| {
             body(k, score, [0, 1].map(|index| results[index].float()));
         });
     }
@@ -355,12 +362,12 @@ impl FunctionRegisters {
         &self,
         k: &mut Builder,
         pairs: &[Score],
-        standing: &Standing<'_>,
+        coordinates: &ScoreCoordinates<'_>,
         mut body: impl FnMut(&mut Builder, &Score, Value<Pred>),
     ) {
         let pairs = in_order_of_columns(pairs);
-        Run::new(k, self, standing).each(k, &pairs, |k, pair, results| {
-            body(k, pair, results[0].truth());
+        Run::new(k, self, coordinates).each(k, &pairs, |k, pair, results| {
+            body(k, pair, results[0].boolean());
         });
     }
 }

@@ -8,9 +8,9 @@ use std::collections::HashMap;
 
 use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
+use super::address::{ElementAddress, TensorRegisters, load_pair};
 use super::arithmetic::{compare, float_binary, integer_binary, unary};
-use super::place::{Place, TensorRegisters, load_pair};
-use super::{Computed, FunctionRegisters, Level, Moving, Standing};
+use super::{Computed, FunctionRegisters, InductionVariable, Level, ScoreCoordinates};
 use crate::attention::Score;
 use crate::attention::function::node::{Binary, Constant, Id, Node, Symbol};
 use crate::attention::function::window::Sum;
@@ -22,7 +22,7 @@ pub(super) type Values = Vec<Option<Computed>>;
 #[derive(Clone)]
 pub(super) struct Run<'a> {
     function: &'a FunctionRegisters,
-    standing: &'a Standing<'a>,
+    coordinates: &'a ScoreCoordinates<'a>,
     /// Values of the tile level.
     tile: Values,
     /// Values of the row level, by row.
@@ -41,13 +41,13 @@ impl<'a> Run<'a> {
     pub(super) fn new(
         k: &mut Builder,
         function: &'a FunctionRegisters,
-        standing: &'a Standing<'a>,
+        coordinates: &'a ScoreCoordinates<'a>,
     ) -> Self {
         let tile = function.nothing();
         let (rows, pairs, second) = (Vec::new(), None, HashMap::new());
-        let mut run = Run { function, standing, tile, rows, pairs, second };
+        let mut run = Run { function, coordinates, tile, rows, pairs, second };
         run.compute(k, Level::Tile, &mut function.nothing(), None, None);
-        for row in 0..standing.rows.len() {
+        for row in 0..coordinates.rows.len() {
             let mut values = function.nothing();
             run.compute(k, Level::Row, &mut values, Some(row), None);
             run.rows.push(values);
@@ -68,7 +68,7 @@ impl<'a> Run<'a> {
             return None;
         }
         let last_column = scores.iter().map(|score| score.column).max()?;
-        let last_key = k.eval(self.standing.first_key.reinterpret::<U32>() + last_column);
+        let last_key = k.eval(self.coordinates.first_key.reinterpret::<U32>() + last_column);
         let mut all: Option<Value<Pred>> = None;
         let mut and = |it: Value<Pred>| {
             all = Some(match all.take() {
@@ -89,7 +89,10 @@ impl<'a> Run<'a> {
             and((address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0));
             and(last_key.less(*extent));
             for values in self.rows.iter().chain([&self.tile]) {
-                if let Some(Computed::Place(Place { within: Some(within), .. })) = &values[id] {
+                if let Some(Computed::ElementAddress(ElementAddress {
+                    within: Some(within), ..
+                })) = &values[id]
+                {
                     and(within.clone());
                 }
             }
@@ -108,14 +111,14 @@ impl<'a> Run<'a> {
             }
             let tensor = &self.function.tensors[*tensor as usize];
             let rows = match self.function.levels[id] {
-                Level::Score => (0..self.standing.rows.len()).map(Some).collect(),
+                Level::Score => (0..self.coordinates.rows.len()).map(Some).collect(),
                 _ => vec![None],
             };
             for row in rows {
-                let place =
-                    self.place_before(id, tensor, Level::Score, &self.function.nothing(), row);
-                let column = self.standing.first_key.reinterpret::<U32>().convert::<U64>();
-                let begin = place.address.expect("a tensor lies somewhere");
+                let address =
+                    self.address_before(id, tensor, Level::Score, &self.function.nothing(), row);
+                let column = self.coordinates.first_key.reinterpret::<U32>().convert::<U64>();
+                let begin = address.address.expect("a tensor lies somewhere");
                 pairs.insert((id, row), k.eval(begin + column * tensor.stored.bytes()));
             }
         }
@@ -165,7 +168,7 @@ impl<'a> Run<'a> {
     }
 
     /// Computes what can be computed at one level, for one row, column or score: the nodes of that
-    /// level, and the parts of addresses and moving floats that later levels complete.
+    /// level, and the parts of addresses and induction variables that later levels complete.
     fn compute(
         &mut self,
         k: &mut Builder,
@@ -174,7 +177,8 @@ impl<'a> Run<'a> {
         row: Option<usize>,
         score: Option<&Score>,
     ) {
-        let FunctionRegisters { nodes, levels, needed, moving, transposed, .. } = self.function;
+        let FunctionRegisters { nodes, levels, needed, induction_variables, transposed, .. } =
+            self.function;
         let asked = |id: &usize| needed[*id] && levels[*id] >= level;
         for (id, node) in nodes.iter().enumerate().filter(|(id, _)| asked(id)) {
             let whole = levels[id] == level;
@@ -184,10 +188,10 @@ impl<'a> Run<'a> {
                 {
                     Computed::Float(register.into())
                 }
-                _ if let Some(moving) = moving[id] => match (whole, score) {
-                    (true, Some(score)) => self.moved(k, id, moving, row, score),
-                    _ if moving.level(*transposed) == level => {
-                        Computed::First(self.in_first_column(k, moving.sum, row))
+                _ if let Some(variable) = induction_variables[id] => match (whole, score) {
+                    (true, Some(score)) => self.induction_variable(k, id, variable, row, score),
+                    _ if variable.level(*transposed) == level => {
+                        Computed::First(self.in_first_column(k, variable.sum, row))
                     }
                     _ => continue,
                 },
@@ -203,16 +207,16 @@ impl<'a> Run<'a> {
                         continue;
                     }
                     let tensor = &self.function.tensors[*tensor as usize];
-                    let mut place = self.place_before(id, tensor, level, values, row);
+                    let mut address = self.address_before(id, tensor, level, values, row);
                     for (dimension, index) in indices.iter().enumerate() {
                         if levels[*index as usize] == level {
                             let index = self.find(*index, values, row).integer();
-                            place.step(k, tensor, dimension, index);
+                            address.step(k, tensor, dimension, index);
                         }
                     }
                     match whole {
-                        true => place.load(k, tensor),
-                        false => Computed::Place(place.computed(k)),
+                        true => address.load(k, tensor),
+                        false => Computed::ElementAddress(address.computed(k)),
                     }
                 }
                 _ if !whole => continue,
@@ -228,26 +232,26 @@ impl<'a> Run<'a> {
     /// Returns the part of a load's address that indices of earlier levels determine; without any,
     /// the start of the tensor. A column's part has no base address until it is combined with a
     /// row's.
-    fn place_before(
+    fn address_before(
         &self,
         id: usize,
         tensor: &TensorRegisters,
         level: Level,
         values: &Values,
         row: Option<usize>,
-    ) -> Place {
+    ) -> ElementAddress {
         let placed = |values: &Values| match &values[id] {
-            Some(Computed::Place(place)) => Some(place.clone()),
+            Some(Computed::ElementAddress(address)) => Some(address.clone()),
             _ => None,
         };
-        let none = Place { address: None, offset: None, within: None };
+        let none = ElementAddress { address: None, offset: None, within: None };
         let whole = self.function.levels[id] == level;
         if level == Level::Column && !whole {
             return none;
         }
         let of_row = row.and_then(|row| self.rows.get(row)).and_then(placed);
         let from = of_row.or_else(|| placed(&self.tile));
-        let from = from.unwrap_or(Place { address: Some(tensor.address), ..none });
+        let from = from.unwrap_or(ElementAddress { address: Some(tensor.address), ..none });
         match placed(values) {
             None => from,
             Some(column) => from.and(column),
@@ -256,8 +260,8 @@ impl<'a> Run<'a> {
 
     /// Computes a sum of positions in the first column and converts it to a float.
     fn in_first_column(&self, k: &mut Builder, sum: Sum, row: Option<usize>) -> Value<F32> {
-        let Standing { first_query, first_key, rows, query_length, key_length, .. } =
-            *self.standing;
+        let ScoreCoordinates { first_query, first_key, rows, query_length, key_length, .. } =
+            *self.coordinates;
         let below = row.map_or(0, |row| rows[row] as i32);
         let constant = sum.constant as i32
             + below * (if self.function.transposed { sum.key } else { sum.query }) as i32;
@@ -280,13 +284,13 @@ impl<'a> Run<'a> {
         k.eval(all.convert::<F32>()).into()
     }
 
-    /// Returns a moving float in the column of a score: its value in the first column plus the
-    /// column's offset.
-    fn moved(
+    /// Returns an induction variable in the column of a score: its value in the first column plus
+    /// the column's offset.
+    fn induction_variable(
         &self,
         k: &mut Builder,
         id: usize,
-        moving: Moving,
+        variable: InductionVariable,
         row: Option<usize>,
         score: &Score,
     ) -> Computed {
@@ -295,9 +299,9 @@ impl<'a> Run<'a> {
             Some(Computed::First(first)) => first.clone(),
             _ => unreachable!("the first column comes first"),
         };
-        let step = (moving.step(self.function.transposed) * i64::from(score.column)) as f32;
+        let step = (variable.step(self.function.transposed) * i64::from(score.column)) as f32;
         let value = k.eval(first + step);
-        match moving.absolute {
+        match variable.absolute {
             true => Computed::Float(k.absolute(value).into()),
             false => Computed::Float(value.into()),
         }
@@ -308,7 +312,8 @@ impl<'a> Run<'a> {
         let of_row = row.and_then(|row| self.rows.get(row));
         let levels = [Some(values), of_row, Some(&self.tile)];
         let mut found = levels.into_iter().flatten().filter_map(|it| it[id as usize].clone());
-        let whole = found.find(|it| !matches!(it, Computed::Place(_) | Computed::First(_)));
+        let whole =
+            found.find(|it| !matches!(it, Computed::ElementAddress(_) | Computed::First(_)));
         whole.expect("a node comes after those that it is made of")
     }
 
@@ -321,10 +326,10 @@ impl<'a> Run<'a> {
         row: Option<usize>,
         score: Option<&Score>,
     ) -> Computed {
-        use Computed::{Float, Integer, Truth};
+        use Computed::{Bool, Float, Integer};
         let of = |id: &Id| self.find(*id, values, row);
-        let Standing { batch, head, first_query, rows, first_key, .. } = *self.standing;
-        let Standing { query_length, key_length, .. } = *self.standing;
+        let ScoreCoordinates { batch, head, first_query, rows, first_key, .. } = *self.coordinates;
+        let ScoreCoordinates { query_length, key_length, .. } = *self.coordinates;
         match node {
             Node::Symbol(symbol) => {
                 let signed = |register: Reg<U32>| Integer(register.reinterpret::<S32>());
@@ -350,7 +355,7 @@ impl<'a> Run<'a> {
             }
             Node::Constant(Constant::F32(bits)) => Float(f32::from_bits(*bits).into()),
             Node::Constant(Constant::I32(value)) => Integer((*value).into()),
-            Node::Constant(Constant::Bool(value)) => Truth((*value).into()),
+            Node::Constant(Constant::Bool(value)) => Bool((*value).into()),
             Node::Unary(operation, a) => unary(k, *operation, of(a)),
             Node::Binary(operation, a, b) => match (of(a), of(b)) {
                 (Float(a), Float(b)) => Float(float_binary(k, *operation, a, b)),
@@ -360,13 +365,13 @@ impl<'a> Run<'a> {
                     Integer(integer_binary(k, *operation, left, right, constant, positive))
                 }
                 (a, b) => {
-                    let (a, b) = (a.truth(), b.truth());
+                    let (a, b) = (a.boolean(), b.boolean());
                     let result = match operation {
                         Binary::And => a & b,
                         Binary::Or => a | b,
                         _ => a ^ b,
                     };
-                    Truth(k.eval(result).into())
+                    Bool(k.eval(result).into())
                 }
             },
             Node::Compare(comparison, a, b) => {
@@ -374,10 +379,10 @@ impl<'a> Run<'a> {
                     (Float(a), Float(b)) => compare(*comparison, a, b),
                     (a, b) => compare(*comparison, a.integer(), b.integer()),
                 };
-                Truth(k.eval(result).into())
+                Bool(k.eval(result).into())
             }
             Node::Select(condition, a, b) => {
-                let condition = of(condition).truth();
+                let condition = of(condition).boolean();
                 match (of(a), of(b)) {
                     (Float(a), Float(b)) => Float(k.eval(condition.choose::<F32>(a, b)).into()),
                     (a, b) => {

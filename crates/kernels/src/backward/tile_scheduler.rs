@@ -2,15 +2,15 @@
 //!
 //! A [`Tile`] is one key block of one key head of one sequence. Its [`Walk`] visits every pair of a
 //! query head of the group and a query block that sees some of the tile's keys; the producer, the
-//! consumers and the threads that pass turns each keep a walk of their own. [`Place`] holds the
-//! launch's numbers from which both are computed, for equal lengths (`order` says in which order
-//! tiles come) or for ragged batches (`ragged`).
+//! consumers and the threads that pass turns each keep a walk of their own. [`TileScheduler`] holds
+//! the launch's numbers from which both are computed, for equal lengths (`order` says in which
+//! order tiles come) or for ragged batches (`ragged`).
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
 use super::BackwardPass;
 use super::lists::Listed;
-use super::order::{Direction, Order, Rounds, Turn};
+use super::order::{AlternatingWaves, Direction, Order, Turn};
 use super::persistent::Posted;
 use super::ragged::{Ragged, Slice};
 use super::split::Split;
@@ -21,7 +21,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
 /// The numbers of a launch that map thread blocks to tiles and tiles to query blocks.
-pub(crate) struct Place {
+pub(crate) struct TileScheduler {
     query_block: u32,
     pub(super) key_block: u32,
     sequences: Sequences,
@@ -41,7 +41,7 @@ pub(crate) struct Place {
     /// How the tiles of the last wave are split, if they are.
     pub(super) split: Option<Split>,
     /// In which direction each wave walks, where waves alternate.
-    pub(super) rounds: Option<Rounds>,
+    pub(super) waves: Option<AlternatingWaves>,
 }
 
 /// How many queries and keys sequences have, and where they are.
@@ -95,10 +95,10 @@ pub(super) enum Path {
     /// One query block for all `heads` query heads, then the next entry of a list.
     Listed { listed: Listed, heads: Reg<U32> },
     /// Steps are read from shared memory: the producer, which walks the list, leaves them there.
-    Told,
+    PublishedSteps,
 }
 
-impl Place {
+impl TileScheduler {
     /// Returns the shared memory that a thread block needs to look up its tile.
     pub(crate) const fn shared_bytes(batch: Batch) -> u32 {
         match batch {
@@ -115,7 +115,7 @@ impl Place {
             },
             _ => Sequences::Ragged(Ragged::parameters(k, pass)),
         };
-        Place {
+        TileScheduler {
             query_block: pass.query_block,
             key_block: pass.key_block,
             sequences,
@@ -127,7 +127,7 @@ impl Place {
             takes_turns: pass.deterministic,
             posted: None,
             split: None,
-            rounds: None,
+            waves: None,
         }
     }
 
@@ -310,7 +310,7 @@ impl Place {
                     let steps = k.eval((end - first) * self.group);
                     split.steps(k, number, steps)
                 });
-                let direction = self.rounds.as_ref().map(|rounds| rounds.direction(k, number));
+                let direction = self.waves.as_ref().map(|waves| waves.direction(k, number));
                 Tile { batch, key_head, first_key, query_blocks, slice: None, steps, direction }
             }
             Sequences::Ragged(_) => self.find(k),
@@ -333,7 +333,9 @@ impl Place {
     /// Returns whether some query of a query block does not see all keys of the tile.
     pub(crate) fn needs_mask(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> Value<Pred> {
         match &self.sequences {
-            Sequences::Ragged(ragged) if ragged.looks_again => ragged.seen_by(k).needs_mask(block),
+            Sequences::Ragged(ragged) if ragged.reloads_query_blocks => {
+                ragged.seen_by(k).needs_mask(block)
+            }
             _ => tile.query_blocks.needs_mask(block),
         }
     }
@@ -418,7 +420,7 @@ impl Place {
     pub(super) fn follow(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let walk = self.walk(k, tile);
         match walk.path {
-            Path::Listed { .. } => Walk { path: Path::Told, ..walk },
+            Path::Listed { .. } => Walk { path: Path::PublishedSteps, ..walk },
             _ => walk,
         }
     }
@@ -472,7 +474,7 @@ impl Tile {
 
 impl Walk {
     /// Returns a copy of the walk, one step further.
-    pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
+    pub(crate) fn ahead(&self, k: &mut Builder, scheduler: &TileScheduler, tile: &Tile) -> Walk {
         let Walk { head, block, left, number, path } = *self;
         let path = match path {
             Path::Listed { listed, heads } => Path::Listed { listed: listed.copied(k), heads },
@@ -480,14 +482,14 @@ impl Walk {
         };
         let [head, block, left, number] = [head, block, left, number].map(|it| k.variable(it));
         let next = Walk { head, block, left, number, path };
-        next.advance(k, place, tile);
+        next.advance(k, scheduler, tile);
         next
     }
 
     /// Advances to the next step.
-    pub(crate) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance(&self, k: &mut Builder, scheduler: &TileScheduler, tile: &Tile) {
         self.advance_block(k, tile);
-        self.advance_number(k, place, tile);
+        self.advance_number(k, scheduler, tile);
     }
 
     /// Advances head and query block to the next step. `number` keeps the value of the step before
@@ -517,13 +519,13 @@ impl Walk {
                 k.if_(around, |k| listed.advance(k));
                 k.set(self.block, listed.block());
             }
-            Path::Told => {}
+            Path::PublishedSteps => {}
         }
         k.set(self.left, self.left - 1);
     }
 
     /// Updates `number` after `advance_block`.
-    pub(crate) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance_number(&self, k: &mut Builder, scheduler: &TileScheduler, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
             Path::Around(start) => {
@@ -531,11 +533,11 @@ impl Walk {
                 let step = k.eval(back.choose::<U32>(first + 1 - end, 1u32));
                 k.set(self.number, self.number + step);
                 k.if_(self.block.equals(start), |k| {
-                    k.set(self.number, self.number + place.query_blocks());
+                    k.set(self.number, self.number + scheduler.query_blocks());
                 });
             }
             Path::Step { step, heads } => {
-                let blocks = k.eval(place.query_blocks());
+                let blocks = k.eval(scheduler.query_blocks());
                 k.set(self.number, self.number + blocks);
                 // After the last head of the group: back to the first one, and on to the next query
                 // block.
@@ -543,14 +545,14 @@ impl Walk {
                     k.set(self.number, self.number + step - heads * blocks);
                 });
             }
-            Path::Listed { .. } | Path::Told => self.find_number(k, place, tile),
+            Path::Listed { .. } | Path::PublishedSteps => self.find_number(k, scheduler, tile),
         }
     }
 
     /// Computes `number` from the current head and query block.
-    pub(super) fn find_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
-        let heads = place.key_heads.number * place.group;
-        let blocks = k.eval(place.query_blocks());
+    pub(super) fn find_number(&self, k: &mut Builder, scheduler: &TileScheduler, tile: &Tile) {
+        let heads = scheduler.key_heads.number * scheduler.group;
+        let blocks = k.eval(scheduler.query_blocks());
         k.set(self.number, (tile.batch * heads + self.head) * blocks + self.block);
     }
 

@@ -1,29 +1,30 @@
 //! Score functions in the backward pass: recomputes P from scores and the log-sum-exps of the
-//! forward pass, and keeps P times the slope of the function, which dS takes as its factor.
+//! forward pass, and keeps P times the derivative of the function, which dS takes as its factor.
 
 use ptx::{Builder, Choose, Expression, F32, LoadHint, Reg, SharedAddress};
 
-use super::lower::{FunctionRegisters, Standing};
+use super::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::Score;
 
 impl FunctionRegisters {
     /// Applies the function to scores in natural units, of which hidden ones are minus infinity.
-    /// The scores' registers receive P, times the slope where `has_slopes`. `log_sums` points to
-    /// the negated log-sum-exps in units of log2, from the thread's first column on. `rounded` is
-    /// called with P of two neighbouring columns and the score of the first.
-    pub(crate) fn weigh(
+    /// The scores' registers receive P, times the derivative where `has_score_derivative`.
+    /// `log_sums` points to the negated log-sum-exps in units of log2, from the thread's first
+    /// column on. `rounded` is called with P of two neighbouring columns and the score of the
+    /// first.
+    pub(crate) fn probabilities(
         &self,
         k: &mut Builder,
         scores: &[Score],
-        standing: &Standing<'_>,
+        coordinates: &ScoreCoordinates<'_>,
         (scale_log2, log_sums): (Reg<F32>, Reg<SharedAddress>),
-        has_slopes: bool,
+        has_score_derivative: bool,
         mut rounded: impl FnMut(&mut Builder, &Score, [Reg<F32>; 2]),
     ) {
         let mut of_columns: Option<(u32, [Reg<F32>; 2])> = None;
         // For each row, P in the first of two neighbouring columns.
-        let mut first: Vec<Option<(Score, Reg<F32>)>> = vec![None; standing.rows.len()];
-        self.each_with_slope(k, scores, standing, |k, score, [value, slope]| {
+        let mut first: Vec<Option<(Score, Reg<F32>)>> = vec![None; coordinates.rows.len()];
+        self.each_with_derivative(k, scores, coordinates, |k, score, [value, derivative]| {
             let column = score.column & !1;
             let log_sums = match of_columns {
                 Some((known, log_sums)) if known == column => log_sums,
@@ -38,10 +39,10 @@ impl FunctionRegisters {
             let exponent = k.fma(value, scale_log2, log_sum);
             let mut weight = k.exp2(exponent);
             let mut kept = weight;
-            if has_slopes {
+            if has_score_derivative {
                 // The function's result for minus infinity may be anything.
                 let hidden = k.eval(score.register.equals(f32::NEG_INFINITY));
-                let product = k.eval(weight * slope);
+                let product = k.eval(weight * derivative);
                 weight = k.eval(hidden.choose::<F32>(0.0, weight));
                 kept = k.eval(hidden.choose::<F32>(0.0, product));
             }

@@ -15,14 +15,15 @@
 
 use ptx::{
     AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
-    Fence, GlobalAddress, Instruction, LoadHint, LoadOrder, Operand, Pipeline, Pred, Producer, Reg,
-    Scope, SharedAddress, StoreHint, U32, U64, Value,
+    Fence, GlobalAddress, Pipeline, Pred, Producer, Reg, Scope, SharedAddress, StoreHint, U32, U64,
+    Value,
 };
 
 use super::persistent::{Claims, Handover};
-use super::place::{Place, Share};
 use super::row_blocks::{RowBlocks, Vectors};
+use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
+use crate::exchange::poll;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
 /// Warps that clear and round: those of the producer warpgroup except the producer itself.
@@ -53,7 +54,7 @@ enum Progress {
 }
 
 /// Parameters, barriers and staging memory of clearing and rounding.
-pub(super) struct Housekeeping {
+pub(super) struct ClearAndRound {
     element: Element,
     head_dim: u32,
     layout: SumsLayout,
@@ -112,7 +113,7 @@ fn every_tile(
     });
 }
 
-impl Housekeeping {
+impl ClearAndRound {
     /// Bytes of shared memory, without barriers.
     pub(super) const BYTES: u32 = STAGES * CHUNK;
 
@@ -120,7 +121,7 @@ impl Housekeeping {
     /// `dQ`.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
-        Housekeeping {
+        ClearAndRound {
             element: backward.element,
             head_dim: backward.head_dim,
             layout,
@@ -159,34 +160,34 @@ impl Housekeeping {
     }
 
     /// Runs the clearing and rounding warps beside the single tile of a block.
-    pub(super) fn keep(&self, k: &mut Builder, place: &Place) {
+    pub(super) fn run(&self, k: &mut Builder, scheduler: &TileScheduler) {
         let clears = is_clearing(k);
         k.if_else(
             clears,
             |k| {
                 let staged = self.staged.producer(k);
-                let number = place.number(k);
-                self.clear_and_stage(k, place, number, &staged);
+                let number = scheduler.number(k);
+                self.clear_and_stage(k, scheduler, number, &staged);
                 let leads = leads(k);
                 k.if_(leads, |k| {
                     let added = self.added.at(k, 0);
                     k.mbarrier_wait(added, 0, Scope::Block);
-                    self.end(k, place, number);
+                    self.end(k, scheduler, number);
                 });
             },
             |k| {
                 let staged = self.staged.consumer(k);
-                let number = place.number(k);
-                self.round(k, place, number, &staged);
+                let number = scheduler.number(k);
+                self.round(k, scheduler, number, &staged);
             },
         );
     }
 
     /// Runs the clearing and rounding warps beside one tile after another, in persistent kernels.
-    pub(super) fn keep_all(
+    pub(super) fn run_persistent(
         &self,
         k: &mut Builder,
-        place: &Place,
+        scheduler: &TileScheduler,
         handover: &Handover,
         claims: &Claims,
     ) {
@@ -200,18 +201,18 @@ impl Housekeeping {
                 let posted = |k: &mut Builder, number: Reg<U32>| {
                     // A new number means that all consumers have released the tile before.
                     let leads = leads(k);
-                    k.if_(leads & number.differs(before), |k| self.end(k, place, before));
+                    k.if_(leads & number.differs(before), |k| self.end(k, scheduler, before));
                     k.set(before, number);
                 };
                 every_tile(k, handover, claims, posted, |k, number| {
-                    self.clear_and_stage(k, place, number, &staged);
+                    self.clear_and_stage(k, scheduler, number, &staged);
                 });
             },
             |k| {
                 let staged = self.staged.consumer(k);
                 let posted = |_: &mut Builder, _| {};
                 every_tile(k, handover, claims, posted, |k, number| {
-                    self.round(k, place, number, &staged);
+                    self.round(k, scheduler, number, &staged);
                 });
             },
         );
@@ -219,28 +220,34 @@ impl Housekeeping {
 
     /// Runs the clearing warp beside a tile, or a part of one: reports its sums ready, clears a
     /// later share, and stages an earlier one for rounding.
-    fn clear_and_stage(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Producer) {
+    fn clear_and_stage(
+        &self,
+        k: &mut Builder,
+        scheduler: &TileScheduler,
+        number: Reg<U32>,
+        staged: &Producer,
+    ) {
         let leads = leads(k);
         k.if_(leads, |k| {
-            let (tile, _) = place.tile_and_part(k, number);
+            let (tile, _) = scheduler.tile_and_part(k, number);
             k.if_(tile.at_least(self.cleared), |k| {
-                let share = place.share(k, tile);
-                self.wait(k, share.head, Progress::Cleared, place.key_blocks_of_head());
+                let share = scheduler.share(k, tile);
+                self.wait(k, share.head, Progress::Cleared, scheduler.key_blocks_of_head());
             });
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
-        self.if_later(k, place, number, |k, share| self.clear(k, share));
+        self.if_later(k, scheduler, number, |k, share| self.clear(k, share));
         k.warp_sync();
         let leads = k.lane().equals(0);
         k.if_(leads, |k| {
-            self.if_earlier(k, place, number, |k, share| {
-                self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
+            self.if_earlier(k, scheduler, number, |k, share| {
+                self.wait(k, share.head, Progress::Added, scheduler.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
             // Counted this late, when the zeros have long been written, so that the release does
             // not wait for them.
-            self.if_later(k, place, number, |k, share| {
+            self.if_later(k, scheduler, number, |k, share| {
                 self.count(k, share.head, Progress::Cleared);
             });
         });
@@ -250,14 +257,14 @@ impl Housekeeping {
     fn if_later(
         &self,
         k: &mut Builder,
-        place: &Place,
+        scheduler: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
-        let (tile, part) = place.tile_and_part(k, number);
+        let (tile, part) = scheduler.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
         k.if_(part.equals(0) & later.less(self.tiles), |k| {
-            let share = place.share(k, later);
+            let share = scheduler.share(k, later);
             body(k, &share);
         });
     }
@@ -267,25 +274,25 @@ impl Housekeeping {
     fn if_earlier(
         &self,
         k: &mut Builder,
-        place: &Place,
+        scheduler: &TileScheduler,
         number: Reg<U32>,
         body: impl FnOnce(&mut Builder, &Share),
     ) {
-        let (tile, part) = place.tile_and_part(k, number);
+        let (tile, part) = scheduler.tile_and_part(k, number);
         let behind = k.eval(self.tiles - self.rounded);
         k.if_(part.equals(0) & tile.at_least(behind), |k| {
             let earlier = k.eval(tile - behind);
-            let share = place.share(k, earlier);
+            let share = scheduler.share(k, earlier);
             body(k, &share);
         });
     }
 
     /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
     /// thread.
-    fn end(&self, k: &mut Builder, place: &Place, number: Reg<U32>) {
-        let (tile, _) = place.tile_and_part(k, number);
+    fn end(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>) {
+        let (tile, _) = scheduler.tile_and_part(k, number);
         k.if_(tile.less(self.rounded), |k| {
-            let share = place.share(k, tile);
+            let share = scheduler.share(k, tile);
             self.count(k, share.head, Progress::Added);
         });
     }
@@ -303,13 +310,7 @@ impl Housekeeping {
     /// Polls a counter until it has reached `all`; called by one thread.
     fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
         let counter = self.counter(k, head, progress);
-        k.loop_(|k| {
-            let order = LoadOrder::Acquire(Scope::Gpu);
-            let hint = LoadHint { order, ..LoadHint::default() };
-            let [counted] = k.load_vector::<U32, _, 1>(counter, hint);
-            k.break_if(counted.equals(all));
-            k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-        });
+        poll(k, counter, SLEEP, |counted| counted.equals(all));
     }
 
     /// Writes zeros to a share.
@@ -364,8 +365,14 @@ impl Housekeeping {
     }
 
     /// Runs a rounding warp beside a tile.
-    fn round(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Consumer) {
-        self.if_earlier(k, place, number, |k, share| {
+    fn round(
+        &self,
+        k: &mut Builder,
+        scheduler: &TileScheduler,
+        number: Reg<U32>,
+        staged: &Consumer,
+    ) {
+        self.if_earlier(k, scheduler, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
                 self.round_chunk(k, chunk, stage);

@@ -23,7 +23,7 @@ pub(super) struct TensorRegisters {
 
 /// The address of an element as far as some of its indices determine it.
 #[derive(Clone)]
-pub(super) struct Place {
+pub(super) struct ElementAddress {
     /// The address that `offset` counts from. `None` for the part of the address that the column's
     /// indices contribute, which is added to the part of each row.
     pub(super) address: Option<Reg<GlobalAddress>>,
@@ -33,7 +33,7 @@ pub(super) struct Place {
     pub(super) within: Option<Value<Pred>>,
 }
 
-impl Place {
+impl ElementAddress {
     /// Adds the index of one more dimension.
     pub(super) fn step(
         &mut self,
@@ -49,17 +49,21 @@ impl Place {
         let near = k.eval(inside.choose::<U32>(index, 0u32));
         let stride = tensor.strides[dimension] * tensor.stored.bytes();
         let step = k.eval(near.convert::<U64>() * stride);
-        let step = Place { address: None, offset: Some(step.into()), within: Some(inside.into()) };
+        let step = ElementAddress {
+            address: None,
+            offset: Some(step.into()),
+            within: Some(inside.into()),
+        };
         *self = self.clone().and(step);
     }
 
     /// Combines two places that were determined by different indices.
-    pub(super) fn and(self, other: Place) -> Place {
+    pub(super) fn and(self, other: ElementAddress) -> ElementAddress {
         let both = |a: Option<Value<U64>>, b: Option<Value<U64>>| match (a, b) {
             (Some(a), Some(b)) => Some(a + b),
             (a, b) => a.or(b),
         };
-        Place {
+        ElementAddress {
             address: self.address.or(other.address),
             offset: both(self.offset, other.offset),
             within: match (self.within, other.within) {
@@ -69,18 +73,18 @@ impl Place {
         }
     }
 
-    /// Evaluates the place into as few registers as possible.
-    pub(super) fn computed(self, k: &mut Builder) -> Place {
+    /// Evaluates the address into as few registers as possible.
+    pub(super) fn computed(self, k: &mut Builder) -> ElementAddress {
         let (address, offset) = match (self.address, self.offset) {
             (Some(address), Some(offset)) => (Some(k.eval(address + offset)), None),
             (address, offset) => (address, offset.map(|offset| k.eval(offset).into())),
         };
-        Place { address, offset, within: self.within.map(|within| k.eval(within).into()) }
+        ElementAddress { address, offset, within: self.within.map(|within| k.eval(within).into()) }
     }
 
     /// Returns the element's address, and whether all indices are within the tensor.
     fn found(self, k: &mut Builder) -> (Value<GlobalAddress>, Reg<Pred>) {
-        let Place { address, offset, within } = self;
+        let ElementAddress { address, offset, within } = self;
         let address = address.expect("a tensor lies somewhere");
         let place: Value<GlobalAddress> = match offset {
             Some(offset) => address + offset,
@@ -103,7 +107,7 @@ impl Place {
             }
             Stored::Bool => {
                 let loaded = k.load_byte(place);
-                Computed::Truth(k.eval(within & loaded.differs(0)).into())
+                Computed::Bool(k.eval(within & loaded.differs(0)).into())
             }
             floats => {
                 let element = match floats {

@@ -10,8 +10,8 @@ use std::f32::consts::LN_2;
 use super::Function;
 use super::node::{self, Binary, Comparison, Constant, Id, Kind, Node, Symbol, Type, Unary};
 
-/// The nodes of a function, to which those of slopes are added.
-struct Slopes {
+/// The nodes of a function, to which those of derivatives are added.
+struct Derivatives {
     nodes: Vec<Node>,
 }
 
@@ -30,7 +30,7 @@ impl Function {
     /// );
     /// ```
     pub fn slope(&self) -> Function {
-        let (nodes, [_, slope]) = self.with_slope();
+        let (nodes, [_, slope]) = self.with_derivative();
         let name: String = self.body().name.chars().take(58).collect();
         let tensors = self.body().tensors.clone();
         Function::intern(Kind::Score, format!("{name}.slope"), tensors, &nodes, slope)
@@ -39,25 +39,25 @@ impl Function {
     /// Returns whether the slope is one everywhere, as where other terms are only added to the
     /// score.
     pub fn has_slope_one(&self) -> bool {
-        let (nodes, [_, slope]) = self.with_slope();
+        let (nodes, [_, slope]) = self.with_derivative();
         nodes[slope as usize] == ONE
     }
 
     /// Returns the nodes of result and slope together, which share much, and the roots of both.
-    pub(super) fn with_slope(&self) -> (Vec<Node>, [Id; 2]) {
+    pub(super) fn with_derivative(&self) -> (Vec<Node>, [Id; 2]) {
         let body = self.body();
-        let mut slopes = Slopes { nodes: body.nodes.clone() };
+        let mut derivatives = Derivatives { nodes: body.nodes.clone() };
         let mut found: Vec<Option<Id>> = Vec::new();
         for (id, ty) in body.types.iter().enumerate() {
             let slope = match ty {
-                Type::F32 => slopes.of(id as Id, &found),
+                Type::F32 => derivatives.of(id as Id, &found),
                 _ => None,
             };
             found.push(slope);
         }
         let slope = found[body.root as usize];
-        let slope = slope.unwrap_or_else(|| slopes.push(constant(0.0)));
-        let (nodes, roots) = node::canonical(&slopes.nodes, &[body.root, slope]);
+        let slope = slope.unwrap_or_else(|| derivatives.push(constant(0.0)));
+        let (nodes, roots) = node::canonical(&derivatives.nodes, &[body.root, slope]);
         (nodes, [roots[0], roots[1]])
     }
 }
@@ -68,7 +68,7 @@ const fn constant(value: f32) -> Node {
     Node::Constant(Constant::F32(value.to_bits()))
 }
 
-impl Slopes {
+impl Derivatives {
     /// Returns the slope of a node from those of its operands; `None` where it is zero.
     fn of(&mut self, id: Id, found: &[Option<Id>]) -> Option<Id> {
         let slope = |id: Id| found[id as usize];

@@ -22,7 +22,7 @@ use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 
 /// The tile of a thread block: its rows, its keys, and where its results go.
-pub(super) struct Place {
+pub(super) struct WorkTile {
     pub(super) sequence: Reg<U32>,
     pub(super) head: Reg<U32>,
     pub(super) first_row: Reg<U32>,
@@ -36,7 +36,7 @@ pub(super) struct Place {
     pub(super) results: Results,
     /// With split-KV: which split of the keys this is.
     pub(super) split: Option<Reg<U32>>,
-    pub(super) walked: Walked,
+    pub(super) key_blocks: KeyBlockRange,
 }
 
 /// Where results go. Addresses are computed in the epilogue, since otherwise they would occupy
@@ -134,7 +134,7 @@ impl HeadRows {
 
 /// The range of key blocks that a thread block walks.
 #[derive(Clone, Copy)]
-pub(super) struct Walked {
+pub(super) struct KeyBlockRange {
     first: Reg<U32>,
     count: Reg<U32>,
     /// With a mask function, the tile's list of key blocks; `first` is then an index into it.
@@ -167,7 +167,7 @@ impl WarpBlocks {
     }
 }
 
-impl Walked {
+impl KeyBlockRange {
     /// Returns the key blocks that a tile of rows sees.
     pub(super) fn new(
         k: &mut Builder,
@@ -179,36 +179,36 @@ impl Walked {
         let rows = RowTile { first_row, rows: mma.query_rows(), query_length, key_length };
         let (end, _, first) = find_blocks(k, mma, visibility, &rows);
         match first {
-            None => Walked { first: k.eval(0), count: end, list: None },
-            Some(first) => Walked { first, count: k.eval(end - first), list: None },
+            None => KeyBlockRange { first: k.eval(0), count: end, list: None },
+            Some(first) => KeyBlockRange { first, count: k.eval(end - first), list: None },
         }
     }
 
     /// Returns the key blocks of a list.
     fn listed(k: &mut Builder, list: BlockList) -> Self {
-        Walked { first: k.eval(0), count: blocks::count(k, list), list: Some(list) }
+        KeyBlockRange { first: k.eval(0), count: blocks::count(k, list), list: Some(list) }
     }
 
     /// Returns the split `index` of these blocks, with `length` blocks to a split.
     fn part(self, k: &mut Builder, index: Reg<U32>, length: Reg<U32>) -> Self {
         let skipped = k.eval((index * length).minimum(self.count));
         let count = k.eval((self.count - skipped).minimum(length));
-        Walked { first: k.eval(self.first + skipped), count, list: self.list }
+        KeyBlockRange { first: k.eval(self.first + skipped), count, list: self.list }
     }
 }
 
-impl Place {
+impl WorkTile {
     /// Returns the number of key blocks of the walk.
     pub(super) fn blocks(&self) -> Reg<U32> {
-        self.walked.count
+        self.key_blocks.count
     }
 
     /// Returns the list entry of the block that is walked when `remaining` are left, if the tile
     /// has a list.
     pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
         // With none left this is the entry before the first, or the list's first: in bounds.
-        let list = self.walked.list?;
-        Some(blocks::entry(k, list, (self.walked.first + remaining).maximum(1) - 1))
+        let list = self.key_blocks.list?;
+        Some(blocks::entry(k, list, (self.key_blocks.first + remaining).maximum(1) - 1))
     }
 
     /// Returns the first key of the block that is walked when `remaining` are left, itself
@@ -221,7 +221,7 @@ impl Place {
     ) -> Value<U32> {
         let remaining = remaining.into();
         match self.entry(k, remaining.clone()) {
-            None => (self.walked.first + remaining - 1) * mma.key_block,
+            None => (self.key_blocks.first + remaining - 1) * mma.key_block,
             Some(entry) => blocks::block_of(entry) * mma.key_block,
         }
     }
@@ -234,19 +234,19 @@ impl Place {
         visibility: &Visibility,
         first_row: Reg<U32>,
     ) -> WarpBlocks {
-        let Place { query_length, key_length, walked, .. } = *self;
+        let WorkTile { query_length, key_length, key_blocks, .. } = *self;
         let rows = RowTile { first_row, rows: mma.warp_rows(), query_length, key_length };
         let (end, masks, first) = find_blocks(k, mma, visibility, &rows);
-        if walked.list.is_some() {
+        if key_blocks.list.is_some() {
             return WarpBlocks {
-                seen: walked.count,
+                seen: key_blocks.count,
                 unseen: None,
                 unmasked: k.eval(masks.from),
                 masked: masks.before.map(|before| k.eval(before)),
             };
         }
         let within = |k: &mut Builder, count: Value<U32>| {
-            k.eval((count.maximum(walked.first) - walked.first).minimum(walked.count))
+            k.eval((count.maximum(key_blocks.first) - key_blocks.first).minimum(key_blocks.count))
         };
         WarpBlocks {
             seen: within(k, end.into()),
@@ -304,7 +304,7 @@ impl Equal {
     }
 
     /// Returns the tile of this thread block.
-    pub(super) fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> Place {
+    pub(super) fn tile(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> WorkTile {
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
         let group = DivisorRegisters::parameters(k, Number::GroupSize);
         let block = k.block_index();
@@ -334,15 +334,15 @@ impl Equal {
 
         let lengths = [self.query_length, self.key_length];
         let all = match mma.takes_block_lists() {
-            false => Walked::new(k, mma, visibility, first_row, lengths),
+            false => KeyBlockRange::new(k, mma, visibility, first_row, lengths),
             true => {
                 let lists = BlockLists::parameters(k);
                 let list = lists.of(k, [sequence, head, row_tile]);
                 let list = k.eval(list);
-                Walked::listed(k, list)
+                KeyBlockRange::listed(k, list)
             }
         };
-        let walked = match split {
+        let key_blocks = match split {
             None => all,
             Some((index, _, length)) => all.part(k, index, length),
         };
@@ -365,7 +365,7 @@ impl Equal {
             query_length: self.query_length,
             split: split.map(|(index, batches, _)| [index, batches]),
         });
-        Place {
+        WorkTile {
             sequence,
             head,
             first_row,
@@ -377,7 +377,7 @@ impl Equal {
             pages: None,
             results,
             split: split.map(|(index, ..)| index),
-            walked,
+            key_blocks,
         }
     }
 }
