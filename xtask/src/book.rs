@@ -4,18 +4,18 @@
 //! compile the Rust in them (`crates/testing/src/pages.rs`).
 
 use crate::Outcome;
-use crate::process::{keep, program, show};
+use crate::process::{program, run_captured, run_in_terminal};
 
 /// Renders the book into `target/book`.
 pub(crate) fn book() -> Outcome {
     let mut version = program("mdbook");
     version.arg("--version");
-    if !keep(version).is_ok_and(|done| done.success) {
+    if !run_captured(version).is_ok_and(|done| done.success) {
         return Err("there is no mdbook: `cargo install mdbook --locked` brings it".to_owned());
     }
     let mut command = program("mdbook");
     command.arg("build");
-    show(command)
+    run_in_terminal(command)
 }
 
 #[cfg(test)]

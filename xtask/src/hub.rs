@@ -16,7 +16,7 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
-use crate::process::{keep, program};
+use crate::process::{program, run_captured};
 use crate::{Outcome, python, root};
 
 /// The oldest PyTorch that the package's operators can be registered with.
@@ -28,10 +28,11 @@ const BACKENDS: [(&str, &str); 3] = [("cu120", "cuda"), ("cu130", "cuda"), ("cpu
 /// The version of the interface, which users ask for. Others than its own may be incompatible.
 const VERSION: u32 = 1;
 
-/// Lays the contents of a wheel out in `dist/hub`: of this one, or of the one for others, which is built.
+/// Lays the contents of a wheel out in `dist/hub`: of the one that is named, or of a release wheel that
+/// is built first.
 pub(crate) fn hub(wheel: Option<&str>) -> Outcome {
     let folder = root().join("dist/hub");
-    let python = python::builder()?;
+    let python = python::build_environment()?;
     let wheel = match wheel {
         Some(wheel) => Some(PathBuf::from(wheel)),
         None => python::release(&python, None)?,
@@ -42,13 +43,13 @@ pub(crate) fn hub(wheel: Option<&str>) -> Outcome {
     Ok(true)
 }
 
-/// Lays the contents of a wheel out in a folder, for each kind of PyTorch: how many.
+/// Lays the contents of a wheel out in a folder, for each kind of PyTorch; returns their number.
 pub(crate) fn lay_out(python: &Path, wheel: &Path, folder: &Path) -> Result<usize, String> {
-    python::empty(folder)?;
+    python::recreate_folder(folder)?;
     let unpacked = folder.join("wheel");
     let mut unzip = program(python);
     unzip.args(["-m", "zipfile", "-e"]).arg(wheel).arg(&unpacked);
-    let done = keep(unzip)?;
+    let done = run_captured(unzip)?;
     if !done.success {
         return Err(done.log);
     }
@@ -75,7 +76,8 @@ fn machine(wheel: &Path) -> Result<&'static str, String> {
     known.ok_or_else(|| format!("{name} does not say which machine it is for"))
 }
 
-/// What the library reads: the module's name, which is another for another build, and what it is.
+/// The metadata that the library reads: a module name that is unique for each build, version and
+/// back end.
 fn metadata(backend: &str, hash: u64) -> String {
     format!(
         "{{\n  \"id\": \"_flashcore_{backend}_{hash:016x}\",\n  \"name\": \"flashcore\",\n  \
@@ -100,7 +102,7 @@ Fused attention for NVIDIA GPUs in pure Rust, with FlashAttention's functions.
     out = flashcore.flash_attn_func(q, k, v, causal=True)
 ";
 
-/// What is in a file, as a number.
+/// A hash of a file's contents.
 fn hash(file: &Path) -> Result<u64, String> {
     let mut hasher = DefaultHasher::new();
     fs::read(file).map_err(|error| failed(file, &error))?.hash(&mut hasher);

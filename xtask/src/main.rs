@@ -26,9 +26,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const HELP: &str = "\
-Usage: cargo xtask <chore>
+Usage: cargo xtask <task>
 
-Chores:
+Tasks:
   test [--quick] [--verbose]  every check; --quick leaves out the docs and the Python package,
                               --verbose shows the output of checks that pass too
   tools                       fetch NVIDIA's assembler and disassembler into .tools/
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
             print!("{HELP}");
             Ok(true)
         }
-        _ => Err(format!("no such chore: {}\n\n{HELP}", arguments.join(" "))),
+        _ => Err(format!("no such task: {}\n\n{HELP}", arguments.join(" "))),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

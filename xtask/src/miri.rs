@@ -3,7 +3,7 @@
 //! vector instructions.
 
 use crate::Outcome;
-use crate::process::{keep, program, show};
+use crate::process::{program, run_captured, run_in_terminal};
 
 /// Crates, their tests, and extra Miri flags: crates whose code, or whose dependencies' code, reads
 /// memory as another type than it was written as. The simulator and the language forbid `unsafe`.
@@ -32,7 +32,7 @@ pub(crate) fn miri() -> Outcome {
         }
         command
     };
-    if !keep(nightly(&["--version"], &[])).is_ok_and(|done| done.success) {
+    if !run_captured(nightly(&["--version"], &[])).is_ok_and(|done| done.success) {
         let fetch = "rustup toolchain install nightly --component miri,rust-src";
         return Err(format!("there is no Miri: `{fetch}` brings it"));
     }
@@ -40,7 +40,7 @@ pub(crate) fn miri() -> Outcome {
     for (package, filters, further) in TESTS {
         let mut command = nightly(&["test", "--package", package, "--lib", "--"], further);
         command.args(filters);
-        passed &= show(command)?;
+        passed &= run_in_terminal(command)?;
     }
     Ok(passed)
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::process::{Done, cargo, keep_apart};
+use crate::process::{CommandOutput, cargo, run_separate_streams};
 use crate::{root, target};
 
 /// Builds and runs the page's crate. Its output must be what the page shows, except for the last
@@ -29,7 +29,7 @@ pub(crate) fn outside() -> Result<(), String> {
     command.arg(folder.join("Cargo.toml"));
     // Crates from elsewhere as the tests build them: what has the same features is built once.
     command.env("CARGO_TARGET_DIR", target()).env("CARGO_PROFILE_DEV_DEBUG", "0");
-    let Done { success, stdout, log } = keep_apart(command)?;
+    let CommandOutput { success, stdout, log } = run_separate_streams(command)?;
     let expected = blocks(&text, "text");
     if success && agree(&stdout, &expected) {
         return Ok(());

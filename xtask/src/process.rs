@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 
 use crate::{root, target};
 
-/// What a program did.
-pub(crate) struct Done {
+/// The exit status and output of a program.
+pub(crate) struct CommandOutput {
     pub(crate) success: bool,
     /// Standard output alone.
     pub(crate) stdout: String,
@@ -22,7 +22,7 @@ pub(crate) fn program(name: impl Into<OsString>) -> Command {
     command
 }
 
-/// The cargo that runs this chore.
+/// The cargo that runs this task.
 pub(crate) fn cargo(arguments: &[&str]) -> Command {
     let mut command = program(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments);
@@ -42,7 +42,7 @@ fn is_edited() -> bool {
 }
 
 /// Runs to the end, keeping both streams together.
-pub(crate) fn keep(mut command: Command) -> Result<Done, String> {
+pub(crate) fn run_captured(mut command: Command) -> Result<CommandOutput, String> {
     let unstarted = |error| format!("cannot start {}: {error}", words(&command));
     let (mut reader, writer) = std::io::pipe().map_err(unstarted)?;
     let copy = writer.try_clone().map_err(unstarted)?;
@@ -56,20 +56,30 @@ pub(crate) fn keep(mut command: Command) -> Result<Done, String> {
     let status = child.wait().map_err(|error| error.to_string())?;
     read.map_err(|error| error.to_string())?;
     let log = String::from_utf8_lossy(&bytes).into_owned();
-    Ok(Done { success: status.success(), stdout: String::new(), log })
+    Ok(CommandOutput { success: status.success(), stdout: String::new(), log })
+}
+
+/// Runs to the end, and prints its output if that is wanted; an error if it fails.
+pub(crate) fn run(command: Command, verbose: bool) -> Result<CommandOutput, String> {
+    let words = words(&command);
+    let done = run_captured(command)?;
+    if verbose {
+        print!("{}", done.log);
+    }
+    if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
 }
 
 /// Runs to the end, keeping standard output apart.
-pub(crate) fn keep_apart(mut command: Command) -> Result<Done, String> {
+pub(crate) fn run_separate_streams(mut command: Command) -> Result<CommandOutput, String> {
     let output = command.output();
     let output = output.map_err(|error| format!("cannot start {}: {error}", words(&command)))?;
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     let log = String::from_utf8_lossy(&output.stderr).into_owned() + &stdout;
-    Ok(Done { success: output.status.success(), stdout, log })
+    Ok(CommandOutput { success: output.status.success(), stdout, log })
 }
 
 /// Runs to the end with the terminal as its own.
-pub(crate) fn show(mut command: Command) -> Result<bool, String> {
+pub(crate) fn run_in_terminal(mut command: Command) -> Result<bool, String> {
     let status = command.status();
     let status = status.map_err(|error| format!("cannot start {}: {error}", words(&command)))?;
     Ok(status.success())
@@ -92,7 +102,7 @@ mod tests {
         let mut command = program("sh");
         command.args(["-c", "echo one; echo two >&2; exit 3"]);
         assert_eq!(words(&command), "sh -c echo one; echo two >&2; exit 3");
-        let done = keep(command).unwrap();
+        let done = run_captured(command).unwrap();
         assert!(!done.success);
         assert_eq!(done.log, "one\ntwo\n");
     }
@@ -100,7 +110,8 @@ mod tests {
     #[test]
     fn a_missing_program_is_an_error() {
         assert!(
-            keep(program("/nowhere/tool")).is_err_and(|error| error.contains("cannot start tool"))
+            run_captured(program("/nowhere/tool"))
+                .is_err_and(|error| error.contains("cannot start tool"))
         );
     }
 }

@@ -6,11 +6,11 @@
 //! dist/             the wheels and the source distribution for others
 //! ```
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::{fs, io};
 
-use crate::process::{Done, keep, program, show, words};
+use crate::process::{program, run, run_captured, run_in_terminal};
 use crate::{Outcome, hub, root, tools};
 
 /// Builds wheels.
@@ -39,29 +39,29 @@ const COMPATIBILITY: &str = "manylinux2014";
 /// The largest wheel that we promise.
 const LARGEST: u64 = 4 << 20;
 
-/// Builds the wheel for others, for this machine or for a target of Rust's.
+/// Builds the release wheel, for this machine or for another Rust target.
 pub(crate) fn wheel(target: Option<&str>) -> Outcome {
-    Ok(release(&builder()?, target)?.is_some())
+    Ok(release(&build_environment()?, target)?.is_some())
 }
 
-/// The Python that builds wheels for others.
-pub(crate) fn builder() -> Result<PathBuf, String> {
+/// The Python that builds release wheels.
+pub(crate) fn build_environment() -> Result<PathBuf, String> {
     environment(&[&BUILD[..], &LINKER[..]].concat())
 }
 
-/// Builds the wheel for others: where it is.
+/// Builds the release wheel; returns its path.
 pub(crate) fn release(python: &Path, target: Option<&str>) -> Result<Option<PathBuf>, String> {
     if let Some(target) = target {
         let mut rustup = program("rustup");
         rustup.args(["target", "add", target]);
-        if !show(rustup)? {
+        if !run_in_terminal(rustup)? {
             return Ok(None);
         }
     }
     let mut command = maturin(python, "build");
     command.args(["--quiet", "--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
-    // For others once: a call takes 3 % fewer instructions, and the library is 6 % smaller. Not for tests
-    // and those who build for themselves, where crates that are built beside each other are there sooner.
+    // Link-time optimisation for releases only: a call takes 3 % fewer instructions, and the library is
+    // 6 % smaller. Without it crates are built in parallel, so tests and users' own builds are faster.
     command
         .envs([("CARGO_PROFILE_RELEASE_LTO", "fat"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")]);
     command.args(target.map(|target| ["--target", target]).into_iter().flatten());
@@ -85,9 +85,9 @@ pub(crate) fn source() -> Outcome {
 /// Runs a command that builds one file, and puts it beside the others in `dist/`.
 fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, String> {
     let (building, folder) = (root().join("target/building"), root().join("dist"));
-    empty(&building)?;
+    recreate_folder(&building)?;
     command.arg("--out").arg(&building);
-    if !show(command)? {
+    if !run_in_terminal(command)? {
         return Ok(None);
     }
     let file = built(&building, extension)?;
@@ -100,37 +100,30 @@ fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, Str
 /// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
 /// checker over it; says how many tests ran, and how many did not and why.
 pub(crate) fn test(verbose: bool) -> Result<String, String> {
-    let python = tester()?;
+    let python = test_environment()?;
     let folder = tools::folder().join("wheel");
-    empty(&folder)?;
-    let run = |command: Command| -> Result<Done, String> {
-        let words = words(&command);
-        let done = keep(command)?;
-        if verbose {
-            print!("{}", done.log);
-        }
-        if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
-    };
+    recreate_folder(&folder)?;
     let mut build = maturin(&python, "build");
     build.arg("--quiet");
-    // Built as the command line is for the checks before: what they have in common is there.
+    // The same profile as the command line of the checks before, so that shared crates are not built
+    // again.
     build.args(["--release", "--compatibility", "linux", "--out"]).arg(&folder);
-    run(build)?;
+    run(build, verbose)?;
     let mut install = program(&python);
     install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     install.args(["--no-index", "--no-deps", "--force-reinstall"]).arg(built(&folder, "whl")?);
-    run(install)?;
+    run(install, verbose)?;
     let mut types = program(&python);
     types.args(["-m", "mypy", "--config-file", "pyproject.toml"]);
-    run(types)?;
+    run(types, verbose)?;
     let mut stubs = program(&python);
     stubs.args(["-m", "mypy.stubtest", "flashcore._flashcore"]);
-    run(stubs)?;
+    run(stubs, verbose)?;
     let laid = tools::folder().join("hub");
     hub::lay_out(&python, &built(&folder, "whl")?, &laid)?;
     let mut tests = program(&python);
     tests.args(["-m", "pytest", "--quiet", "-rs"]).env("FLASHCORE_HUB", laid);
-    let summary = Summary::of(&run(tests)?.log);
+    let summary = Summary::of(&run(tests, verbose)?.log);
     match summary.skipped.iter().find(|(reason, _)| reason.contains("could not import")) {
         // All of them were installed.
         Some((reason, count)) => Err(format!("{count} tests of Python were skipped: {reason}")),
@@ -139,15 +132,15 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
 }
 
 /// The Python that runs the tests.
-pub(crate) fn tester() -> Result<PathBuf, String> {
+pub(crate) fn test_environment() -> Result<PathBuf, String> {
     environment(&[&BUILD[..], &TEST[..], &LIBRARIES[..]].concat())
 }
 
-/// What pytest says in the end.
+/// The summary that pytest prints.
 #[derive(Debug, Default, PartialEq)]
 struct Summary {
     passed: usize,
-    /// Why, and how many.
+    /// Reasons, with the number of tests.
     skipped: Vec<(String, usize)>,
 }
 
@@ -193,7 +186,7 @@ fn environment(packages: &[&str]) -> Result<PathBuf, String> {
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     // Python compiles what it imports, which is a small part of ten thousand files.
     pip.args(["--only-binary", ":all:", "--no-compile"]).args(packages);
-    let done = keep(pip)?;
+    let done = run_captured(pip)?;
     if done.success {
         Ok(python)
     } else {
@@ -214,13 +207,11 @@ fn maturin(python: &Path, command: &str) -> Command {
     maturin
 }
 
-pub(crate) fn empty(folder: &Path) -> Result<(), String> {
-    let failed = |error: io::Error| format!("cannot empty {}: {error}", folder.display());
-    match fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-        _ => {}
-    }
-    fs::create_dir_all(folder).map_err(failed)
+/// Makes a folder that is empty, whatever was there.
+pub(crate) fn recreate_folder(folder: &Path) -> Result<(), String> {
+    tools::remove(folder)?;
+    fs::create_dir_all(folder)
+        .map_err(|error| format!("cannot create {}: {error}", folder.display()))
 }
 
 /// The one file of its kind in a folder.

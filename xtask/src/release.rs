@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use crate::process::{cargo, keep_apart};
+use crate::process::{cargo, run_separate_streams};
 use crate::{Outcome, root};
 
 /// What is delivered as a binary: the command and the Python extension.
@@ -30,7 +30,7 @@ pub(crate) fn bill_of_materials() -> Outcome {
     for package in DELIVERED {
         let mut command = cargo(&["tree", "--locked", "--package", package, "--edges", "normal"]);
         command.args(["--target", "all", "--prefix", "none", "--format", "{p}|{l}"]);
-        let done = keep_apart(command)?;
+        let done = run_separate_streams(command)?;
         if !done.success {
             return Err(done.log);
         }
@@ -79,7 +79,7 @@ fn components(tree: &str, checksums: &BTreeMap<(String, String), String>) -> Vec
     components
 }
 
-/// The first component is what the others go into.
+/// The first component contains the others.
 fn cyclonedx(components: &[Component]) -> String {
     let written = components.iter().enumerate().map(|(index, component)| {
         let Component { name, version, licence, checksum } = component;

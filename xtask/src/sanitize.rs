@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::process::{keep, program, show};
+use crate::process::{program, run_captured, run_in_terminal};
 use crate::{Outcome, python, root};
 
 /// The tests that make the extension read and write memory of others.
@@ -36,17 +36,17 @@ pub(crate) fn sanitize() -> Outcome {
     fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let (sysroot, host) = toolchain()?;
     let runtime = runtime(&sysroot.join("lib/rustlib").join(&host).join("lib"), &folder)?;
-    if !show(build(&folder, &host))? {
+    if !run_in_terminal(build(&folder, &host))? {
         return Ok(false);
     }
     let package = folder.join("package");
-    python::empty(&package.join("flashcore"))?;
+    python::recreate_folder(&package.join("flashcore"))?;
     copy(&root().join("python/flashcore"), &package.join("flashcore"))?;
     let built = folder.join(&host).join("release/lib_flashcore.so");
     fs::copy(&built, package.join("flashcore/_flashcore.abi3.so"))
         .map_err(|error| format!("{}: {error}", built.display()))?;
 
-    let interpreter = python::tester()?;
+    let interpreter = python::test_environment()?;
     let watched = |arguments: &[&str]| {
         let mut command = program(&interpreter);
         command.args(arguments).current_dir(&package);
@@ -58,7 +58,7 @@ pub(crate) fn sanitize() -> Outcome {
         command.env("ASAN_OPTIONS", "detect_leaks=0:allocator_may_return_null=1");
         command
     };
-    let seen = keep(watched(&["-c", BEYOND]))?;
+    let seen = run_captured(watched(&["-c", BEYOND]))?;
     if seen.success || !seen.log.contains("AddressSanitizer: heap-buffer-overflow") {
         return Err(format!("a read beyond the end of an array was not seen\n{}", seen.log));
     }
@@ -67,7 +67,7 @@ pub(crate) fn sanitize() -> Outcome {
     tests.args(["-p", "no:faulthandler", "-p", "no:cacheprovider"]);
     let file = |name| root().join(format!("python/tests/test_{name}.py"));
     tests.args(TESTS.map(file)).arg("--rootdir").arg(root());
-    show(tests)
+    run_in_terminal(tests)
 }
 
 /// Where the compiler has its libraries, and the kind of this machine.
@@ -75,7 +75,7 @@ fn toolchain() -> Result<(PathBuf, String), String> {
     let ask = |arguments: &[&str]| -> Result<String, String> {
         let mut command = program("rustc");
         command.args(arguments);
-        let done = keep(command)?;
+        let done = run_captured(command)?;
         if done.success { Ok(done.log) } else { Err(done.log) }
     };
     let sysroot = PathBuf::from(ask(&["--print", "sysroot"])?.trim());
@@ -104,7 +104,7 @@ fn runtime(libraries: &Path, folder: &Path) -> Result<PathBuf, String> {
     // late.
     link.args(["-Wl,--no-as-needed", "-lstdc++"]);
     for command in [remove, link] {
-        let done = keep(command)?;
+        let done = run_captured(command)?;
         if !done.success {
             return Err(format!("the runtime does not become a library\n{}", done.log));
         }
@@ -112,21 +112,21 @@ fn runtime(libraries: &Path, folder: &Path) -> Result<PathBuf, String> {
     Ok(library)
 }
 
-/// A target of its own, so that nothing but the extension is built with it: build scripts and macros run as
-/// they are.
+/// Builds the extension with AddressSanitizer. The explicit target keeps it out of build scripts and
+/// procedural macros.
 fn build(folder: &Path, host: &str) -> Command {
     let mut command = program("cargo");
     command.args(["build", "--release", "--package", "flashcore-python"]);
     command.args(["--target", host, "--target-dir"]).arg(folder);
-    // Sanitizers are no part of the stable language, and in every compiler.
+    // Sanitizers are unstable, but every compiler has them.
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
-    // The lines of what is reported.
+    // Line numbers in reports.
     command.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only");
     command.env("CARGO_PROFILE_RELEASE_STRIP", "none");
     command
 }
 
-/// The package's own files.
+/// Copies the Python files of a folder and those below it.
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("cannot copy {}: {error}", from.display());
     fs::create_dir_all(to).map_err(failed)?;

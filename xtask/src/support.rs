@@ -1,4 +1,4 @@
-//! What `docs/support.md` says is so.
+//! Tests that `docs/support.md` is true.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -17,7 +17,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Instant;
 
-use crate::process::{self, Done, cargo, program};
+use crate::process::{self, cargo, program, run};
 use crate::table::table;
 use crate::{Outcome, outside, python, root, target, tools};
 
@@ -30,10 +30,10 @@ struct Check {
     /// Left out of `--quick`.
     slow: bool,
     /// Whether it may run in parallel to the others.
-    beside: bool,
+    parallel: bool,
 }
 
-/// What became of a check.
+/// The result of a check that was run.
 struct Checked {
     name: &'static str,
     finding: Finding,
@@ -41,22 +41,22 @@ struct Checked {
 }
 
 const CHECKS: [Check; 11] = [
-    Check { name: "format", run: format, slow: false, beside: false },
-    Check { name: "clippy", run: clippy, slow: false, beside: false },
-    Check { name: "cpu only", run: cpu_only, slow: true, beside: false },
-    Check { name: "package", run: package, slow: true, beside: false },
-    Check { name: "docs", run: docs, slow: true, beside: false },
+    Check { name: "format", run: format, slow: false, parallel: false },
+    Check { name: "clippy", run: clippy, slow: false, parallel: false },
+    Check { name: "cpu only", run: cpu_only, slow: true, parallel: false },
+    Check { name: "package", run: package, slow: true, parallel: false },
+    Check { name: "docs", run: docs, slow: true, parallel: false },
     Check {
         name: "outside",
         run: |_| outside::outside().map(|()| String::new()),
         slow: true,
-        beside: false,
+        parallel: false,
     },
-    Check { name: "tools", run: |_| tools::tools(), slow: false, beside: false },
-    Check { name: "tests", run: tests, slow: false, beside: false },
-    Check { name: "attend", run: attend, slow: true, beside: false },
-    Check { name: "check", run: check, slow: true, beside: false },
-    Check { name: "python", run: python::test, slow: true, beside: true },
+    Check { name: "tools", run: |_| tools::tools(), slow: false, parallel: false },
+    Check { name: "tests", run: tests, slow: false, parallel: false },
+    Check { name: "attend", run: attend, slow: true, parallel: false },
+    Check { name: "check", run: check, slow: true, parallel: false },
+    Check { name: "python", run: python::test, slow: true, parallel: true },
 ];
 
 /// Runs the checks; true when all passed.
@@ -71,18 +71,18 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
     }
     let begin = Instant::now();
     let checks = CHECKS.iter().filter(|check| !(quick && check.slow));
-    let (beside, first): (Vec<&Check>, Vec<&Check>) = checks.partition(|check| check.beside);
+    let (parallel, first): (Vec<&Check>, Vec<&Check>) = checks.partition(|check| check.parallel);
     let run = |checks: &[&Check]| -> Vec<Checked> {
         checks.iter().map(|check| check.run(verbose)).collect()
     };
     let done = if Path::new("/dev/nvidiactl").exists() {
-        run(&[first, beside].concat())
+        run(&[first, parallel].concat())
     } else {
         thread::scope(|scope| {
-            let beside = scope.spawn(|| run(&beside));
+            let parallel = scope.spawn(|| run(&parallel));
             let mut done = run(&first);
             // A panic in a check is passed on, not taken for success.
-            done.extend(beside.join().unwrap_or_else(|it| panic::resume_unwind(it)));
+            done.extend(parallel.join().unwrap_or_else(|it| panic::resume_unwind(it)));
             done
         })
     };
@@ -182,7 +182,7 @@ fn docs(verbose: bool) -> Finding {
 
 fn tests(verbose: bool) -> Finding {
     let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
-    tools::offer(&mut command);
+    tools::require(&mut command);
     // A snapshot that differs is a failure here; `cargo xtask bless` accepts it.
     command.env("INSTA_UPDATE", "no");
     let done = run(command, verbose)?;
@@ -219,25 +219,16 @@ fn flashcore(arguments: &[&str], verbose: bool) -> Finding {
     let mut command = program(target().join("debug/flashcore"));
     command.args(arguments);
     let words = process::words(&command);
-    let done = process::keep_apart(command)?;
+    let done = process::run_separate_streams(command)?;
     if verbose {
         print!("{}", done.log);
     }
     if done.success { Ok(done.stdout) } else { Err(format!("{words}\n{}", done.log)) }
 }
 
-fn run(command: Command, verbose: bool) -> Result<Done, String> {
-    let words = process::words(&command);
-    let done = process::keep(command)?;
-    if verbose {
-        print!("{}", done.log);
-    }
-    if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
-}
-
 /// Installs a part of the Rust toolchain that minimal installations lack.
 fn component(subcommand: &str, name: &str) -> Result<(), String> {
-    if process::keep(cargo(&[subcommand, "--version"])).is_ok_and(|done| done.success) {
+    if process::run_captured(cargo(&[subcommand, "--version"])).is_ok_and(|done| done.success) {
         return Ok(());
     }
     let mut rustup = program("rustup");

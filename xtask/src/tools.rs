@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::process::{keep, program};
+use crate::process::{program, run_captured};
 use crate::root;
 
 /// A folder of executables and where they come from.
@@ -71,7 +71,7 @@ pub(crate) fn tools() -> Result<String, String> {
 }
 
 /// Tells a program where the tools are, and that they must be there.
-pub(crate) fn offer(command: &mut Command) {
+pub(crate) fn require(command: &mut Command) {
     command.env("FLASHCORE_TOOLS", folder()).env("FLASHCORE_REQUIRE_TOOLS", "1");
 }
 
@@ -102,7 +102,7 @@ fn fetch(python: &Path, tools: &Path, release: &Release) -> Result<(), String> {
     // Ready-made wheels of exactly these packages, and nothing they might ask for.
     pip.args(["--no-deps", "--only-binary", ":all:", "--target"]).arg(&unpacked);
     pip.args(release.packages);
-    let done = keep(pip)?;
+    let done = run_captured(pip)?;
     if !done.success {
         remove(&unpacked)?;
         return Err(refusal(release, &done.log));
@@ -133,7 +133,8 @@ fn refusal(release: &Release, log: &str) -> String {
     )
 }
 
-fn remove(folder: &Path) -> Result<(), String> {
+/// Removes a folder, if it is there.
+pub(crate) fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(format!("cannot remove {}: {error}", folder.display()))
@@ -148,7 +149,7 @@ pub(crate) fn environment(venv: &Path) -> Result<PathBuf, String> {
     let works = |python: &Path| {
         let mut pip = program(python);
         pip.args(["-m", "pip", "--version"]);
-        keep(pip).is_ok_and(|done| done.success)
+        run_captured(pip).is_ok_and(|done| done.success)
     };
     if works(&python) {
         return Ok(python);
@@ -157,7 +158,7 @@ pub(crate) fn environment(venv: &Path) -> Result<PathBuf, String> {
         remove(venv)?;
         let mut command = program("python3");
         command.args(["-m", "venv"]).arg(venv);
-        keep(command).and_then(|done| if done.success { Ok(()) } else { Err(done.log) })
+        run_captured(command).and_then(|done| if done.success { Ok(()) } else { Err(done.log) })
     };
     if let Err(first) = create() {
         // Debian and its kin ship Python without the module that makes environments.
@@ -173,12 +174,12 @@ fn install_python(reason: &str) -> Result<(), String> {
     let is_root = {
         let mut command = program("id");
         command.arg("-u");
-        keep(command).is_ok_and(|done| done.log.trim() == "0")
+        run_captured(command).is_ok_and(|done| done.log.trim() == "0")
     };
     let apt = |arguments: &[&str]| {
         let mut command = program("apt-get");
         command.args(arguments).args(["--quiet", "--yes"]).env("DEBIAN_FRONTEND", "noninteractive");
-        keep(command)
+        run_captured(command)
     };
     if !is_root || !apt(&["--version"]).is_ok_and(|done| done.success) {
         let reason = reason.trim_end();

@@ -9,8 +9,8 @@ use flashcore::file::{self, Names};
 use flashcore::{
     DType, DTypes, Descale, Descales, InputTensors, Inputs, Machine, Mask, Output, Pass, Problem,
 };
-use harness::given::Given;
-use harness::verify::Truth;
+use harness::auxiliary_inputs::AuxiliaryInputs;
+use harness::verify::ExpectedOutput;
 use serde::Serialize;
 use testing::Verdict;
 
@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let prepared = prepare(arguments).map_err(|error| error.to_string());
         (prepared, machine.join())
     });
-    let (problem, tensors, given) = prepared?;
+    let (problem, tensors, auxiliary) = prepared?;
     if problem.pass == Pass::Backward {
         let problem = problem.text();
         return Err(format!(
@@ -122,7 +122,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         )
         .into());
     }
-    let inputs = given.as_ref().map_or_else(|| tensors.inputs(), |given| given.inputs(&tensors));
+    let inputs =
+        auxiliary.as_ref().map_or_else(|| tensors.inputs(), |auxiliary| auxiliary.inputs(&tensors));
     let machine = machine.map_err(|_| "looking for GPUs panicked")?;
     let preference = arguments.preferred.preference(problem.pass);
     let before = started.elapsed();
@@ -174,7 +175,7 @@ struct Json<'a> {
 /// The problem and its tensors, from the file or generated: then with lengths and tables too.
 fn prepare(
     arguments: &Arguments,
-) -> Result<(Problem, InputTensors, Option<Given>), Box<dyn Error>> {
+) -> Result<(Problem, InputTensors, Option<AuxiliaryInputs>), Box<dyn Error>> {
     if let Some(path) = &arguments.input {
         let tensors = file::read_inputs(path, &Names::default())?;
         let problem = arguments.changed(tensors.inputs().problem()?);
@@ -185,10 +186,10 @@ fn prepare(
     let problem = arguments.changed(arguments.problem.clone().map_or_else(usual, Ok)?);
     problem.validate()?;
     memory::admit(&problem)?;
-    let given = Given::of(&problem)?;
+    let auxiliary = AuxiliaryInputs::of(&problem)?;
     let _bar = Bar::new("making tensors");
     let tensors = InputTensors::random(&problem, arguments.seed.unwrap_or(0))?;
-    Ok((problem, tensors, Some(given)))
+    Ok((problem, tensors, Some(auxiliary)))
 }
 
 impl Arguments {
@@ -249,8 +250,8 @@ fn judge(
     result: &Output,
 ) -> Result<Verdict, Box<dyn Error>> {
     let bar = Bar::new("reference");
-    let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
-    Ok(truth.verdict(&result.output, &result.lse)?)
+    let expected = ExpectedOutput::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
+    Ok(expected.verdict(&result.output, &result.lse)?)
 }
 
 fn describe(

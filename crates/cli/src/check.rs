@@ -8,8 +8,8 @@ use flashcore::plan::Arrangement;
 use flashcore::{
     Backend, DType, InputTensors, Machine, Pass, Preference, Problem, Progress, RunOptions,
 };
-use harness::given::Given;
-use harness::verify::Truth;
+use harness::auxiliary_inputs::AuxiliaryInputs;
+use harness::verify::ExpectedOutput;
 use serde::Serialize;
 use testing::check::ladder::{self, Rung};
 use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
@@ -202,7 +202,7 @@ fn known(backends: &[&dyn Backend]) -> Vec<String> {
 
 /// What should come out of a problem of the caller's.
 enum Expected<'a> {
-    Output(Box<Truth>),
+    Output(Box<ExpectedOutput>),
     Gradients(Box<ExpectedGradients<'a>>),
 }
 
@@ -215,14 +215,15 @@ fn check_given(
     let bar = Bar::new("checking");
     for problem in &arguments.problem {
         memory::admit(problem)?;
-        let given = Given::of(problem)?;
+        let auxiliary = AuxiliaryInputs::of(problem)?;
         let tensors = InputTensors::random(problem, 0)?;
-        let inputs = given.inputs(&tensors);
+        let inputs = auxiliary.inputs(&tensors);
         let arrangement = inputs.arrangement(problem)?;
         let expected = match problem.pass {
             Pass::Forward => {
-                let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
-                Expected::Output(Box::new(truth))
+                let expected =
+                    ExpectedOutput::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
+                Expected::Output(Box::new(expected))
             }
             Pass::Backward => {
                 let expected = ExpectedGradients::random(problem, inputs, 0)?;
@@ -235,18 +236,20 @@ fn check_given(
                 let kernel = candidate.kernel;
                 let named = arguments.kernel.as_deref().map(|name| name == kernel);
                 if candidate.accepted && named.unwrap_or(!candidate.on_request) {
-                    let told = match &expected {
-                        Expected::Output(truth) => {
+                    let result = match &expected {
+                        Expected::Output(expected) => {
                             let named = Some(kernel.to_owned());
                             let options =
                                 RunOptions { kernel: named, guard: true, ..RunOptions::default() };
-                            truth.outcome(|| backend.run(problem, inputs, &options)).map(Told::from)
+                            expected
+                                .outcome(|| backend.run(problem, inputs, &options))
+                                .map(CaseResult::from)
                         }
                         Expected::Gradients(expected) => {
-                            expected.check(*backend, kernel).map(Told::from)
+                            expected.check(*backend, kernel).map(CaseResult::from)
                         }
                     };
-                    checked.push((backend.name(), kernel.to_owned(), problem.text(), told));
+                    checked.push((backend.name(), kernel.to_owned(), problem.text(), result));
                 }
             }
         }
@@ -294,9 +297,9 @@ fn check_gradients(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
 
 fn checked_case<O>(it: check::Checked<'_, O>) -> CheckedCase
 where
-    Told: From<O>,
+    CaseResult: From<O>,
 {
-    (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome.map(Told::from))
+    (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome.map(CaseResult::from))
 }
 
 /// One line per kernel that serves sequences of unequal lengths.
@@ -306,7 +309,7 @@ fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
     let kernel = arguments.kernel.as_deref();
     let checked = check::run_sequences(backends, kernel, dtype, seeds, &bar);
     let of = |it: check::CheckedSequences| {
-        let outcome = it.outcome.map(Told::from);
+        let outcome = it.outcome.map(CaseResult::from);
         (it.backend, format!("{} of sequences", it.kernel), it.case, outcome)
     };
     lines(dtype, checked.into_iter().map(of))
@@ -326,7 +329,7 @@ fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
         checked.extend(check::run_combines(gpu, dtype, seeds, &bar));
     }
     let of = |it: check::CheckedSequences| {
-        (it.backend, it.kernel.to_owned(), it.case, it.outcome.map(Told::from))
+        (it.backend, it.kernel.to_owned(), it.case, it.outcome.map(CaseResult::from))
     };
     lines(dtype, checked.into_iter().map(of))
 }
@@ -335,20 +338,20 @@ fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
 const CPU_OPERATIONS: f64 = 6e7;
 
 /// Back end, kernel, case and what came of it.
-type CheckedCase = (&'static str, String, String, Result<Told, flashcore::Error>);
+type CheckedCase = (&'static str, String, String, Result<CaseResult, flashcore::Error>);
 
-/// A case's result, as a line shows it.
-struct Told {
+/// The result of a case.
+struct CaseResult {
     passed: bool,
     max_error: f64,
     mean_error: f64,
     lse_max_error: Option<f64>,
     tolerance_used: f64,
-    /// All of it in words.
+    /// The result as text.
     text: String,
 }
 
-impl Told {
+impl CaseResult {
     fn of<'a>(passed: bool, text: String, all: impl Iterator<Item = &'a Comparison>) -> Self {
         let none = (0.0, 0.0, 0.0);
         let largest = |(max, mean, used): (f64, f64, f64), it: &Comparison| {
@@ -356,24 +359,24 @@ impl Told {
             (it.max_error.max(max), it.mean_error.max(mean), share.max(used))
         };
         let (max_error, mean_error, tolerance_used) = all.fold(none, largest);
-        Told { passed, max_error, mean_error, lse_max_error: None, tolerance_used, text }
+        CaseResult { passed, max_error, mean_error, lse_max_error: None, tolerance_used, text }
     }
 }
 
-impl From<Outcome> for Told {
+impl From<Outcome> for CaseResult {
     fn from(outcome: Outcome) -> Self {
         let text = outcome.to_string();
         let (output, lse) = (&outcome.verdict.output, &outcome.verdict.lse);
-        let both = Told::of(outcome.passed, text, [output, lse].into_iter());
+        let both = CaseResult::of(outcome.passed, text, [output, lse].into_iter());
         let (max_error, mean_error) = (output.max_error, output.mean_error);
-        Told { max_error, mean_error, lse_max_error: Some(lse.max_error), ..both }
+        CaseResult { max_error, mean_error, lse_max_error: Some(lse.max_error), ..both }
     }
 }
 
-impl From<GradientsOutcome> for Told {
+impl From<GradientsOutcome> for CaseResult {
     fn from(outcome: GradientsOutcome) -> Self {
         let all = outcome.verdict.comparisons.iter().map(|(_, it)| it);
-        Told::of(outcome.passed, outcome.to_string(), all)
+        CaseResult::of(outcome.passed, outcome.to_string(), all)
     }
 }
 
@@ -420,23 +423,23 @@ impl Line {
         }
     }
 
-    fn add(&mut self, case: String, told: Result<Told, flashcore::Error>) {
+    fn add(&mut self, case: String, result: Result<CaseResult, flashcore::Error>) {
         self.cases += 1;
-        let told = match told {
-            Ok(told) => told,
+        let result = match result {
+            Ok(result) => result,
             Err(error) => {
                 let reason = error.to_string();
                 self.failures.push(Failure { case, reason });
                 return;
             }
         };
-        self.max_error = self.max_error.max(told.max_error);
-        self.mean_error += told.mean_error;
-        let lse = told.lse_max_error.map(|error| error.max(self.lse_max_error.unwrap_or(0.0)));
+        self.max_error = self.max_error.max(result.max_error);
+        self.mean_error += result.mean_error;
+        let lse = result.lse_max_error.map(|error| error.max(self.lse_max_error.unwrap_or(0.0)));
         self.lse_max_error = lse.or(self.lse_max_error);
-        self.tolerance_used = self.tolerance_used.max(told.tolerance_used);
-        if !told.passed {
-            self.failures.push(Failure { case, reason: told.text });
+        self.tolerance_used = self.tolerance_used.max(result.tolerance_used);
+        if !result.passed {
+            self.failures.push(Failure { case, reason: result.text });
         }
     }
 }
@@ -518,8 +521,8 @@ fn describe(machine: &Machine, lines: &[Line]) -> String {
         false => terminal::table(&heading, &rows),
     };
     for missing in machine.missing() {
-        let told = format!("not checked: {} ({})", missing.backend, missing.reason);
-        text += &terminal::paragraph(&told);
+        let note = format!("not checked: {} ({})", missing.backend, missing.reason);
+        text += &terminal::paragraph(&note);
     }
     for line in lines {
         for failure in &line.failures {

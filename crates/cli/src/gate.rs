@@ -7,11 +7,12 @@ use clap::{Args, value_parser};
 use flashcore::gpu::Gpu;
 use flashcore::{Pass, Problem, Progress};
 use harness::Silent;
+use harness::auxiliary_inputs::tensor_bytes;
 use harness::bench::{Candidate, configuration};
 use harness::gate::{
-    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Stored, Thresholds, ncu_command,
+    self, Contract, ForeignKernel, Judgement, Outcome, OwnKernel, SpeedRequirement, Step,
+    Thresholds, ncu_command,
 };
-use harness::given::tensor_bytes;
 use harness::provenance::GpuFound;
 use harness::subject::{GpuSubject, Source, Subject, Tensors};
 use kernels::{Configuration, shipped};
@@ -36,7 +37,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     description: Option<PathBuf>,
     /// Who it must be as fast as: a candidate as `bench` knows them [default: scalar, the kernel
-    /// with ordinary arithmetic; over ragged batches and of gradients what the planner chooses]
+    /// with ordinary arithmetic; where that does not serve the problem (ragged batches, gradients,
+    /// tensors of different element types) what the planner chooses]
     #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
     baseline: Option<Candidate>,
     /// The least share of the baseline's speed
@@ -99,54 +101,54 @@ struct Json<'a> {
     kernels: &'a [Judgement],
 }
 
-/// What is judged.
-enum Judged {
-    Own(Box<Own>),
-    Foreign(Box<Foreign>),
+/// The kernel that the gate judges.
+enum KernelUnderTest {
+    Own(Box<OwnKernel>),
+    Foreign(Box<ForeignKernel>),
 }
 
-impl Judged {
+impl KernelUnderTest {
     fn find(arguments: &Arguments, name: &str) -> Result<Self, Box<dyn Error>> {
         if name.ends_with(".ptx") {
             let ptx = PathBuf::from(name);
             let beside = ptx.with_extension("json");
             let description = arguments.description.as_ref().unwrap_or(&beside);
-            return Ok(Judged::Foreign(Box::new(Foreign::read(&ptx, description)?)));
+            return Ok(KernelUnderTest::Foreign(Box::new(ForeignKernel::read(&ptx, description)?)));
         }
         let kernel = choose::kernel(name, Target::SM_90A);
         let kernel = kernel.or_else(|error| configuration(name).map_err(|_| error))?;
-        Ok(Judged::Own(Box::new(Own::new(kernel)?)))
+        Ok(KernelUnderTest::Own(Box::new(OwnKernel::new(kernel)?)))
     }
 
     fn name(&self) -> String {
         match self {
-            Judged::Own(own) => own.kernel.name(),
-            Judged::Foreign(foreign) => foreign.description.entry.clone(),
+            KernelUnderTest::Own(own) => own.kernel.name(),
+            KernelUnderTest::Foreign(foreign) => foreign.description.entry.clone(),
         }
     }
 
     fn text(&self) -> String {
         match self {
-            Judged::Own(own) => ptx::print(&own.program),
-            Judged::Foreign(foreign) => foreign.ptx.clone(),
+            KernelUnderTest::Own(own) => ptx::print(&own.program),
+            KernelUnderTest::Foreign(foreign) => foreign.ptx.clone(),
         }
     }
 
     fn contract(&self) -> Option<Contract> {
         match self {
-            Judged::Own(own) => Contract::of(&own.kernel),
-            Judged::Foreign(foreign) => Some(foreign.contract.clone()),
+            KernelUnderTest::Own(own) => Contract::of(&own.kernel),
+            KernelUnderTest::Foreign(foreign) => Some(foreign.contract.clone()),
         }
     }
 
     /// What launches it; nothing where it is no attention.
     fn source(&self) -> Option<Box<dyn Source>> {
         match self {
-            Judged::Own(own) => {
+            KernelUnderTest::Own(own) => {
                 Contract::of(&own.kernel)?;
                 Some(Box::new(Candidate::of(own.kernel)))
             }
-            Judged::Foreign(foreign) => Some(Box::new((**foreign).clone())),
+            KernelUnderTest::Foreign(foreign) => Some(Box::new((**foreign).clone())),
         }
     }
 }
@@ -158,7 +160,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let gpu = harness::open_gpu().map_err(|error| error.to_string());
     if arguments.once {
         let name = arguments.kernel.as_deref().unwrap_or_default();
-        return once(arguments, &Judged::find(arguments, name)?, gpu.as_ref());
+        return once(arguments, &KernelUnderTest::find(arguments, name)?, gpu.as_ref());
     }
     let thresholds = match &arguments.thresholds {
         Some(path) => Thresholds::read(path)?,
@@ -173,8 +175,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let bar = crate::progress::Bar::new("judging");
         bar.begin(names.len() as u64);
         for name in &names {
-            let judged = Judged::find(arguments, name)?;
-            judgements.push(judge(arguments, name, &judged, gpu.as_ref(), &thresholds));
+            let kernel = KernelUnderTest::find(arguments, name)?;
+            judgements.push(judge(arguments, name, &kernel, gpu.as_ref(), &thresholds));
             bar.advance(1);
         }
     }
@@ -192,7 +194,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 fn judge(
     arguments: &Arguments,
     typed: &str,
-    judged: &Judged,
+    kernel: &KernelUnderTest,
     gpu: Result<&Gpu, &String>,
     thresholds: &Thresholds,
 ) -> Judgement {
@@ -204,17 +206,17 @@ fn judge(
     let all: Vec<(Step, Box<dyn FnOnce() -> Outcome + '_>)> = vec![
         (
             Step::Validate,
-            Box::new(|| match judged {
-                Judged::Own(own) => gate::validate(own),
-                Judged::Foreign(foreign) => foreign.validate(),
+            Box::new(|| match kernel {
+                KernelUnderTest::Own(own) => gate::validate(own),
+                KernelUnderTest::Foreign(foreign) => foreign.validate(),
             }),
         ),
-        (Step::Assemble, Box::new(|| gate::assemble(&judged.text()))),
+        (Step::Assemble, Box::new(|| gate::assemble(&kernel.text()))),
         (
             Step::Simulate,
-            Box::new(|| match judged {
-                Judged::Own(own) => gate::simulate(own, arguments.seeds),
-                Judged::Foreign(_) => {
+            Box::new(|| match kernel {
+                KernelUnderTest::Own(own) => gate::simulate(own, arguments.seeds),
+                KernelUnderTest::Foreign(_) => {
                     Outcome::skip("the simulator runs programs of our language, and this is PTX")
                 }
             }),
@@ -222,37 +224,37 @@ fn judge(
         (
             Step::Correct,
             Box::new(move || match gpu {
-                Ok(gpu) => correct(gpu, judged, salt),
+                Ok(gpu) => correct(gpu, kernel, salt),
                 Err(error) => no_gpu(error),
             }),
         ),
         (
             Step::Fast,
             Box::new(move || match gpu {
-                Ok(gpu) => fast(arguments, gpu, judged, salt),
+                Ok(gpu) => fast(arguments, gpu, kernel, salt),
                 Err(error) => no_gpu(error),
             }),
         ),
         (
             Step::Counters,
             Box::new(move || match gpu {
-                Ok(_) => count(arguments, typed, judged, thresholds),
+                Ok(_) => count(arguments, typed, kernel, thresholds),
                 Err(error) => no_gpu(error),
             }),
         ),
     ];
     let asked = all.into_iter().filter(|(step, _)| !arguments.without.contains(step));
-    Judgement::of(&judged.name(), asked)
+    Judgement::of(&kernel.name(), asked)
 }
 
-fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
-    if let (Judged::Own(own), None) = (judged, judged.contract()) {
-        return rung(gpu, own);
+fn correct(gpu: &Gpu, kernel: &KernelUnderTest, salt: u64) -> Outcome {
+    if let (KernelUnderTest::Own(own), None) = (kernel, kernel.contract()) {
+        return check_matrix_kernel(gpu, own);
     }
-    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+    let (Some(contract), Some(source)) = (kernel.contract(), kernel.source()) else {
         return Outcome::skip("it does not compute attention");
     };
-    if let (Judged::Own(own), Pass::Backward) = (judged, contract.model.pass) {
+    if let (KernelUnderTest::Own(own), Pass::Backward) = (kernel, contract.model.pass) {
         return gate::correct_gradients(&own.kernel, &contract, salt);
     }
     match GpuSubject::new(gpu, source.as_ref()) {
@@ -262,7 +264,7 @@ fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
 }
 
 /// A matrix kernel, by the checks that it has.
-fn rung(gpu: &Gpu, own: &Own) -> Outcome {
+fn check_matrix_kernel(gpu: &Gpu, own: &OwnKernel) -> Outcome {
     match ladder::run(gpu, &[own.kernel], &Silent) {
         Ok(rungs) if rungs.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
         Ok(rungs) if rungs.iter().all(|rung| rung.passed) => {
@@ -278,32 +280,31 @@ fn rung(gpu: &Gpu, own: &Own) -> Outcome {
     }
 }
 
-fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
-    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+fn fast(arguments: &Arguments, gpu: &Gpu, kernel: &KernelUnderTest, salt: u64) -> Outcome {
+    let (Some(contract), Some(source)) = (kernel.contract(), kernel.source()) else {
         return Outcome::skip("it does not compute attention");
     };
-    // Kernels without a scalar counterpart are compared with the planner's choice.
-    let backward = contract.model.pass == Pass::Backward;
-    let usual = if contract.storage == Stored::Equal && !backward { "scalar" } else { "flashcore" };
-    let usual = || Candidate::parse(usual).expect("it is always there");
+    let problem = arguments.timed(&contract);
+    let usual = || gate::default_baseline(&gpu.chip(), &problem);
     let baseline = arguments.baseline.clone().unwrap_or_else(usual);
     if let Some(peer) = baseline.peer() {
         let peer = peer.name;
         return Outcome::skip(format!("{peer} lives in another process: `flashcore bench` has it"));
     }
-    let pace = Pace {
-        problem: arguments.timed(&contract),
+    let peak = GpuFound::of(gpu.info()).peak_tflops(problem.dtype());
+    let requirement = SpeedRequirement {
+        problem,
         rounds: arguments.rounds as usize,
         at_least: arguments.at_least,
-        peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
+        peak_tflops: Some(peak),
     };
-    if let (Judged::Own(own), true) = (judged, backward) {
-        return gate::fast_gradients(gpu, &Candidate::of(own.kernel), &baseline, &pace);
+    if let (KernelUnderTest::Own(own), Pass::Backward) = (kernel, contract.model.pass) {
+        return gate::fast_gradients(gpu, &Candidate::of(own.kernel), &baseline, &requirement);
     }
     let subjects = (GpuSubject::new(gpu, source.as_ref()), GpuSubject::new(gpu, &baseline));
     match subjects {
         (Ok(mut subject), Ok(mut baseline)) => {
-            gate::fast(&mut subject, &mut baseline, &contract, &pace, salt)
+            gate::fast(&mut subject, &mut baseline, &contract, &requirement, salt)
         }
         (Err(error), _) | (_, Err(error)) => Outcome::skip(error.to_string()),
     }
@@ -323,25 +324,30 @@ fn once_command(typed: &str, arguments: &Arguments) -> Vec<String> {
     command
 }
 
-fn count(arguments: &Arguments, typed: &str, judged: &Judged, thresholds: &Thresholds) -> Outcome {
-    if judged.contract().is_none() {
+fn count(
+    arguments: &Arguments,
+    typed: &str,
+    kernel: &KernelUnderTest,
+    thresholds: &Thresholds,
+) -> Outcome {
+    if kernel.contract().is_none() {
         return Outcome::skip("it does not compute attention");
     }
-    let name = judged.name();
+    let name = kernel.name();
     gate::counters(&name, &name, &once_command(typed, arguments), thresholds)
 }
 
 fn once(
     arguments: &Arguments,
-    judged: &Judged,
+    kernel: &KernelUnderTest,
     gpu: Result<&Gpu, &String>,
 ) -> Result<Answer, Box<dyn Error>> {
     let gpu = gpu.map_err(|error| format!("there is no GPU to run on: {error}"))?;
-    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+    let (Some(contract), Some(source)) = (kernel.contract(), kernel.source()) else {
         return Err("it does not compute attention".into());
     };
     let problem = arguments.timed(&contract);
-    if let (Judged::Own(own), Pass::Backward) = (judged, problem.pass) {
+    if let (KernelUnderTest::Own(own), Pass::Backward) = (kernel, problem.pass) {
         gate::once_gradients(gpu, &Candidate::of(own.kernel), &problem)?;
         return Ok(Answer { text: String::new(), passed: true });
     }

@@ -102,13 +102,13 @@ impl BackendChoice {
 
 /// A kernel of ours by the name of its family or of its configuration.
 #[derive(Args)]
-struct Ours {
+struct KernelChoice {
     /// A kernel or a configuration by name [default: $FLASHCORE_KERNEL, or what the planner chooses]
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
 }
 
-impl Ours {
+impl KernelChoice {
     fn candidate(&self, pass: Pass) -> Result<Candidate, String> {
         match &self.kernel {
             Some(name) => Candidate::parse(name.strip_prefix("gpu/").unwrap_or(name)),

@@ -12,7 +12,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, Ours, gate, terminal};
+use crate::{Answer, KernelChoice, gate, terminal};
 
 /// Show where the time goes: inside the forward kernel, and between the launches of the others
 #[derive(Args)]
@@ -21,7 +21,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value = "b=2,h=16,s=8192,d=128,bf16")]
     problem: Problem,
     #[command(flatten)]
-    ours: Ours,
+    kernel: KernelChoice,
     /// Write a timeline that opens in ui.perfetto.dev, the GPU's beside the simulator's
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -63,7 +63,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let _bar = Bar::new("profiling");
     let gpu = harness::open_gpu();
     let chip = gpu.as_ref().map_or(Chip::H200, Gpu::chip);
-    let (plan, given) = arguments.ours.candidate(problem.pass)?.plan(&chip, problem)?;
+    let (plan, auxiliary) = arguments.kernel.candidate(problem.pass)?.plan(&chip, problem)?;
     let choice = plan.chosen.choice.as_ref().ok_or("it is no kernel of a GPU")?;
     let name = choice.kernel().name();
     // Timestamps from inside are for the forward kernel alone.
@@ -75,8 +75,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let mut recording = None;
     let mut launches = Vec::new();
     if let Ok(gpu) = &gpu {
-        launches = profile::launches(gpu, &plan, &given)?;
-        let probed = |forward| profile::on_gpu(gpu, forward, &plan, &given);
+        launches = profile::launches(gpu, &plan, &auxiliary)?;
+        let probed = |forward| profile::on_gpu(gpu, forward, &plan, &auxiliary);
         recording = forward.map(probed).transpose()?;
     }
     let missing = gpu.as_ref().err().map(ToString::to_string);

@@ -150,12 +150,15 @@ fn describe(summary: &Summary) -> String {
         let lines: Vec<_> = summary
             .faults
             .iter()
-            .map(|met| {
-                let (times, survived) = (met.times, met.survived);
+            .map(|report| {
+                let (times, survived) = (report.times, report.survived);
                 let count = format!("survived {survived} of {times}");
                 let style = if times == survived { terminal::GOOD } else { terminal::BAD };
                 let count = terminal::paint(style, &count);
-                (met.fault.name(), format!("{count}: {} ({})", met.fault.about(), met.told))
+                (
+                    report.fault.name(),
+                    format!("{count}: {} ({})", report.fault.about(), report.told),
+                )
             })
             .collect();
         text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "faults"));

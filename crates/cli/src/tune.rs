@@ -11,16 +11,16 @@ use flashcore::{Pass, Problem, Progress};
 use harness::bench::Candidate;
 use harness::problems::ProblemSet;
 use harness::tune::cost::{BlockCost, predict};
-use harness::tune::insight::{Effect, effects};
+use harness::tune::effects::{Effect, effects};
 use harness::tune::log::Log;
-use harness::tune::search::{Found, Plan, Start, search, sweep};
-use harness::tune::space::{Gene, Genome, beside, possible};
+use harness::tune::search::{SearchOptions, SearchResult, Start, search, sweep};
+use harness::tune::space::{Gene, Genome, neighbours, possible};
 use harness::tune::{GpuMeter, entry, save};
 use kernels::Configuration;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, Ours, terminal};
+use crate::{Answer, KernelChoice, terminal};
 
 /// Search for the best configurations of the kernels that serve problems
 #[derive(Args)]
@@ -32,7 +32,7 @@ pub(crate) struct Arguments {
     #[arg(long, conflicts_with = "problem")]
     set: Option<String>,
     #[command(flatten)]
-    ours: Ours,
+    kernel: KernelChoice,
     /// Seconds in all, shared by the problems
     #[arg(long, default_value_t = 240)]
     seconds: u64,
@@ -95,7 +95,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None => arguments.problem.clone(),
     };
     for problem in problems.iter().filter(|it| it.pass == Pass::Backward) {
-        refuse_backward(&arguments.ours.candidate(problem.pass)?, problem)?;
+        refuse_backward(&arguments.kernel.candidate(problem.pass)?, problem)?;
     }
     if arguments.model {
         return model(arguments, &problems);
@@ -122,23 +122,23 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             break;
         }
         let budget = left / (problems.len() - index) as u32;
-        let rules = chosen(&arguments.ours.candidate(problem.pass)?, &chip, problem)?;
+        let rules = chosen(&arguments.kernel.candidate(problem.pass)?, &chip, problem)?;
         let name = problem.text();
-        let plan = Plan {
+        let options = SearchOptions {
             start: match arguments.start {
                 StartChoice::Rules => Start::Rules,
                 StartChoice::Poor => Start::Poor,
             },
             budget,
             seed: arguments.seed,
-            ..Plan::default()
+            ..SearchOptions::default()
         };
         let mut meter = GpuMeter::new(&gpu, problem, arguments.seed)?;
         let bar = Bar::new("tuning");
         let mut told = |text: &str| bar.note(text);
         let found = match rules {
             Configuration::Forward(rules) => {
-                search(&name, rules, &plan, &mut meter, &mut log, &mut told)?
+                search(&name, rules, &options, &mut meter, &mut log, &mut told)?
             }
             other => sweep(&name, other, &mut meter, &mut told)?,
         };
@@ -179,7 +179,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 fn refuse_backward(candidate: &Candidate, problem: &Problem) -> Result<(), Box<dyn Error>> {
     let kernel = chosen(candidate, &Chip::H200, problem)?;
     let name = kernel.name();
-    Err(match beside(&kernel).len() {
+    Err(match neighbours(&kernel).len() {
         0 => format!(
             "there is nothing to tune for {problem}: {name} is the only configuration for its head \
              dims that registers and shared memory hold"
@@ -204,7 +204,7 @@ fn chosen(
 }
 
 impl Line {
-    fn new(problem: String, found: &Found, effects: Vec<Effect>) -> Self {
+    fn new(problem: String, found: &SearchResult, effects: Vec<Effect>) -> Self {
         Line {
             problem,
             rules: found.rules.name(),

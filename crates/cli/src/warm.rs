@@ -8,7 +8,7 @@ use cuda::{Cache, Driver};
 use flashcore::gpu::{Chip, Gpu, Warmed};
 use flashcore::plan::Arrangement;
 use flashcore::{Plan, Problem};
-use harness::ahead;
+use harness::ahead_of_time;
 use harness::bench::families;
 use kernels::{Configuration, shipped};
 use ptx::Target;
@@ -43,7 +43,7 @@ pub(crate) struct Arguments {
     chip: Option<Target>,
     /// The driver of that GPU's machine, as `flashcore doctor` tells it there, such as
     /// 12.8/570.124.06: the cache goes by it
-    #[arg(long, value_name = "CUDA/RELEASE", requires = "chip", value_parser = ahead::driver)]
+    #[arg(long, value_name = "CUDA/RELEASE", requires = "chip", value_parser = ahead_of_time::parse_driver)]
     driver: Option<Driver>,
     /// Print one JSON object
     #[arg(long)]
@@ -90,12 +90,12 @@ fn for_chip(arguments: &Arguments, chip: &Chip) -> Result<Answer, Box<dyn Error>
     if arguments.driver.is_some() && keep.is_none() {
         return Err("the cache is off ($FLASHCORE_CACHE): nothing would be kept".into());
     }
-    let ptxas = ahead::assembler(arguments.driver.as_ref())?;
+    let ptxas = ahead_of_time::assembler(arguments.driver.as_ref())?;
     let configurations = arguments.configurations(chip)?;
     let kernels = {
         let bar = Bar::new("assembling");
         let keep = keep.map(|(driver, _)| (&cache, driver));
-        ahead::assemble(&configurations, chip, &ptxas, keep, &bar)?
+        ahead_of_time::assemble(&configurations, chip, &ptxas, keep, &bar)?
     };
     let passed = kernels.iter().all(|kernel| kernel.warnings.is_empty());
     let place = keep.map(|(_, place)| place.clone());

@@ -3,7 +3,7 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`problems`] | sets of problems by name or from a file |
-//! | [`given`] | lengths, tables, slopes and sinks of a problem |
+//! | [`auxiliary_inputs`] | lengths, tables, slopes and sinks of a problem |
 //! | [`statistics`] | medians, spread, and what is noise |
 //! | [`provenance`] | on what, with what and when something was measured |
 //! | [`subject`] | a kernel in the place where it runs: memory, calls, a clock |
@@ -11,7 +11,7 @@
 //! | [`mod@bench`] | candidates alternated in one process, ours and others' |
 //! | [`report`] | results as data, as a page with plots, and two of them compared |
 //! | [`gate`] | accept or reject a kernel, with reasons |
-//! | [`ahead`] | kernels assembled for a GPU that is not there |
+//! | [`ahead_of_time`] | kernels assembled for a GPU that is not there |
 //! | [`tune`] | search for the best configuration |
 //! | [`profile`] | where the time goes inside a kernel |
 //! | [`scale`] | what attention over many GPUs would take |
@@ -19,10 +19,10 @@
 //!
 //! Nothing here prints: commands get data and progress, and show them.
 
-pub mod ahead;
+pub mod ahead_of_time;
+pub mod auxiliary_inputs;
 pub mod bench;
 pub mod gate;
-pub mod given;
 pub mod problems;
 pub mod profile;
 pub mod provenance;

@@ -18,10 +18,12 @@ use sim::{Argument, Options, Policy, Trace};
 use testing::scene::Call;
 
 use crate::Error;
+use crate::auxiliary_inputs::{AuxiliaryInputs, nonzero_tensor_bytes};
 use crate::bench::{Candidate, Pool};
-use crate::given::{Given, tensor_bytes};
 use crate::statistics::median;
-use crate::subject::{self, Addresses, Call as _, Flush, Launcher, Planned, Role, of_program};
+use crate::subject::{
+    self, Addresses, Call as _, Flush, Launcher, Planned, TensorRole, of_program,
+};
 use cuda::{Buffer, DeviceAddress, Event};
 
 /// An interval of time that a warpgroup spent on one phase.
@@ -115,27 +117,31 @@ pub fn on_gpu(
     gpu: &Gpu,
     forward: &Forward,
     plan: &Plan,
-    given: &Given,
+    auxiliary: &AuxiliaryInputs,
 ) -> Result<Recording, Error> {
     let impossible = || Error::Impossible("it is no kernel of a GPU".to_owned());
     let choice = plan.chosen.choice.as_ref().ok_or_else(impossible)?;
     let program = forward.probed()?;
     let words = choice.launches[0].blocks as usize * forward.warpgroups as usize * PROBE_WORDS;
-    let probed = of_program(plan, given, 0, &program, 8 * words as u64)
+    let probed = of_program(plan, auxiliary, 0, &program, 8 * words as u64)
         .map_err(|reason| Error::Malformed { what: program.name.clone(), reason })?;
-    let table = Table::new(gpu, &plan.problem)?;
-    let mut without = Planned::new(gpu, plan.clone(), given)?;
+    let timer = CallTimer::new(gpu, &plan.problem)?;
+    let mut without = Planned::new(gpu, plan.clone(), auxiliary)?;
     let text = ptx::print_for(&program, gpu.compiler());
     let mut with = Launcher::new(gpu, &text, probed)?;
-    let milliseconds = [table.time(gpu, &mut without)?, table.time(gpu, &mut with)?];
+    let milliseconds = [timer.time(gpu, &mut without)?, timer.time(gpu, &mut with)?];
     // The notes are those of the last launch: each writes the same places.
     let words = with.memory(gpu, "Workspace(Probe)")?;
     Ok(Recording { spans: decode(&words, forward.warpgroups), milliseconds })
 }
 
 /// Times the launches of a plan one by one: the first alone, then with the second, and so on.
-pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>, Error> {
-    let table = Table::new(gpu, &plan.problem)?;
+pub fn launches(
+    gpu: &Gpu,
+    plan: &Plan,
+    auxiliary: &AuxiliaryInputs,
+) -> Result<Vec<LaunchTime>, Error> {
+    let timer = CallTimer::new(gpu, &plan.problem)?;
     let mut times = Vec::new();
     let mut before = 0.0;
     let all = plan.chosen.choice.as_ref().map_or(0, |choice| choice.launches.len());
@@ -146,28 +152,26 @@ pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>
         choice.prepared = choice.prepared.min(count - 1);
         choice.main = choice.main.min(count - 1);
         let kernel = choice.launches[count - 1].kernel.name();
-        let until = table.time(gpu, &mut Planned::new(gpu, part, given)?)?;
+        let until = timer.time(gpu, &mut Planned::new(gpu, part, auxiliary)?)?;
         times.push(LaunchTime { kernel, milliseconds: until - before });
         before = until;
     }
     Ok(times)
 }
 
-/// The tensors of a call, and a clock.
-pub(crate) struct Table {
-    /// By [`Role`]: of the forward pass the first five.
+/// Times calls of a problem: its tensors on the device, and two events.
+pub(crate) struct CallTimer {
+    /// By [`TensorRole`]: of the forward pass the first five.
     buffers: Vec<Buffer>,
     flush: Flush,
     marks: [Event; 2],
 }
 
-impl Table {
-    /// Random inputs; what the backward pass is given of the forward pass comes from ours.
+impl CallTimer {
+    /// Random inputs; the output and log-sum-exps that a backward pass reads come from our forward pass.
     pub(crate) fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, Error> {
         let mut pool = Pool::new(0);
-        let bytes = tensor_bytes(problem).filter(|all| all.iter().all(|bytes| *bytes > 0));
-        let empty = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-        let mut bytes = bytes.ok_or_else(empty)?.to_vec();
+        let mut bytes = nonzero_tensor_bytes(problem)?.to_vec();
         if problem.pass == Pass::Backward {
             bytes.extend([bytes[3], bytes[0], bytes[1], bytes[2]]);
         }
@@ -176,24 +180,24 @@ impl Table {
             buffers.push(Buffer::new(gpu.device(), bytes as u64)?);
         }
         let DTypes { query, key, value, output } = problem.dtypes;
-        let gradient = buffers.get(Role::OutputGradient as usize);
+        let gradient = buffers.get(TensorRole::OutputGradient as usize);
         let filled = buffers[..3].iter().chain(gradient);
         for (buffer, dtype) in filled.zip([query, key, value, output]) {
             pool.fill(gpu, dtype, buffer.all())?;
         }
         let flush = Flush::new(gpu)?;
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
-        let table = Table { buffers, flush, marks };
+        let timer = CallTimer { buffers, flush, marks };
         if problem.pass == Pass::Backward {
             let forward = problem.clone().forward();
             let planned = Candidate::parse("flashcore").map_err(Error::Impossible)?;
-            planned.ready(gpu, &forward)?.launch(gpu.stream(), &table.addresses())?;
+            planned.ready(gpu, &forward)?.launch(gpu.stream(), &timer.addresses())?;
         }
-        Ok(table)
+        Ok(timer)
     }
 
     fn addresses(&self) -> Addresses {
-        let mut addresses = [DeviceAddress(0); Role::COUNT];
+        let mut addresses = [DeviceAddress(0); TensorRole::COUNT];
         for (address, buffer) in addresses.iter_mut().zip(&self.buffers) {
             *address = buffer.address();
         }

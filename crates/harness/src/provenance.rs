@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use cuda::DeviceInfo;
 use cuda::toolkit::Toolkit;
+use flashcore::DType;
 use serde::{Deserialize, Serialize};
 
 /// Where numbers come from. Numbers of different provenance are not compared lightly.
@@ -106,10 +107,12 @@ impl GpuFound {
         }
     }
 
-    /// What the tensor cores can do with 16-bit elements at the highest clock, in TFLOP/s: 4096
-    /// operations in each cycle of a Hopper multiprocessor. Nothing above is believed.
-    pub fn peak_tflops(&self) -> f64 {
-        f64::from(self.multiprocessors) * 4096.0 * self.clock_megahertz / 1e6
+    /// What the tensor cores can do at the highest clock, in TFLOP/s, for queries of an element
+    /// type: 4096 operations in each cycle of a Hopper multiprocessor with 16-bit elements, twice
+    /// as many with 8-bit ones. Nothing above is believed.
+    pub fn peak_tflops(&self, query: DType) -> f64 {
+        let operations = if query.is_8_bit() { 8192.0 } else { 4096.0 };
+        f64::from(self.multiprocessors) * operations * self.clock_megahertz / 1e6
     }
 
     /// The published bandwidth of its memory in GB/s, where it is a product known here.

@@ -61,13 +61,13 @@ impl Difference {
     /// Compares samples in milliseconds, round by round.
     pub fn between(first: &[f64], second: &[f64]) -> Self {
         let ratios: Vec<f64> = first.iter().zip(second).map(|(a, b)| (b / a).ln()).collect();
-        let slower = median(first).min(median(second));
-        let noise = spread_of_median(&ratios).max(floor(slower));
+        let faster = median(first).min(median(second));
+        let noise = spread_of_median(&ratios).max(floor(faster));
         Difference { ratio: median(&ratios).exp(), noise }
     }
 
     /// Returns whether the difference exceeds the noise.
-    pub fn is_real(&self) -> bool {
+    pub fn is_significant(&self) -> bool {
         self.ratio.ln().abs() > self.noise
     }
 }
@@ -139,6 +139,13 @@ impl Random {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
+    /// Puts a list into a random order (Fisher and Yates).
+    pub fn shuffle<T>(&mut self, list: &mut [T]) {
+        for index in (1..list.len()).rev() {
+            list.swap(index, self.below(index + 1));
+        }
+    }
+
     /// A standard normal number (Box and Muller).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
@@ -174,7 +181,7 @@ mod tests {
                     samples.push(factor * drift * outlier * (1.0 + 0.004 * random.normal()));
                 }
             }
-            Difference::between(&first, &second).is_real()
+            Difference::between(&first, &second).is_significant()
         };
         let mut random = Random::new(7);
         let false_alarms = (0..2000).filter(|_| trial(&mut random, 1.0)).count();
@@ -186,6 +193,6 @@ mod tests {
     #[test]
     fn one_sample_says_nothing() {
         assert!(Summary::of(&[1.0]).noise.is_infinite());
-        assert!(!Difference::between(&[1.0], &[2.0]).is_real());
+        assert!(!Difference::between(&[1.0], &[2.0]).is_significant());
     }
 }

@@ -19,12 +19,20 @@ const OPERATIONS: f64 = 1e9;
 /// Output elements of a reference: half a gigabyte of f64 for reference and baseline.
 const ELEMENTS: usize = 1 << 25;
 
-/// Tensors from the bytes of contiguous memory.
+/// A tensor from the bytes of contiguous memory.
+pub(crate) fn tensor(dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor, Error> {
+    let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
+    Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
+}
+
+/// The f32 numbers of some bytes.
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (words, _) = bytes.as_chunks::<4>();
+    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
+/// The inputs of a problem from the bytes of contiguous memory.
 pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Error> {
-    let tensor = |dtype: DType, shape: Shape, bytes: &[u8]| -> Result<Tensor, Error> {
-        let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
-        Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
-    };
     let types = problem.dtypes;
     Ok(InputTensors {
         query: tensor(types.query, problem.query_shape(), bytes[0])?,
@@ -36,9 +44,9 @@ pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Erro
     })
 }
 
-/// The true results for some inputs, over as many rows as there is time for.
+/// The expected results for some inputs, over as many rows as there is time for.
 #[derive(Debug)]
-pub struct Truth {
+pub struct ExpectedOutput {
     problem: Problem,
     sequences: Sequences,
     parts: Vec<Part>,
@@ -55,13 +63,13 @@ struct Part {
     baseline: reference::Answer,
 }
 
-impl Truth {
-    /// Computes the truth on the host: no device memory ever holds it.
+impl ExpectedOutput {
+    /// Computes it on the host: no device memory ever holds it.
     pub fn of(problem: &Problem, inputs: Inputs<'_>, seed: u64) -> Result<Self, Error> {
-        Truth::within(OPERATIONS, problem, inputs, seed, None)
+        ExpectedOutput::within(OPERATIONS, problem, inputs, seed, None)
     }
 
-    /// Computes the truth within about so many floating-point operations.
+    /// Computes it within about so many floating-point operations.
     pub fn within(
         operations: f64,
         problem: &Problem,
@@ -91,12 +99,12 @@ impl Truth {
         }
         let all = [inputs.query, inputs.key, inputs.value];
         let finite = all.iter().all(|tensor| tensor.is_finite());
-        Ok(Truth { problem: problem.clone(), sequences, parts, finite })
+        Ok(ExpectedOutput { problem: problem.clone(), sequences, parts, finite })
     }
 
     /// Returns log-sum-exps that are right wherever they are compared, as bytes, for a plain
     /// problem.
-    pub fn true_lse(&self, bytes: usize) -> Vec<u8> {
+    pub fn expected_lse(&self, bytes: usize) -> Vec<u8> {
         let mut values = vec![0f32; bytes / 4];
         for Part { reference, .. } in self.parts.iter().filter(|part| part.sequence.is_none()) {
             for (row, lse) in reference.rows.as_slice().iter().zip(&reference.lse) {
@@ -108,29 +116,26 @@ impl Truth {
     }
 
     /// Judges an output and its log-sum-exps. The error names what is wrong.
-    pub fn judge(&self, output: &[u8], lse: &[u8]) -> Result<Verdict, Wrong> {
-        let lse: Vec<f32> = (lse.chunks_exact(4))
-            .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
-        let layout = Layout::contiguous(self.problem.output_shape());
-        let dtype = self.problem.dtypes.output;
-        let tensor = layout.and_then(|it| Tensor::from_bytes(dtype, it, output));
-        let tensor = tensor.map_err(|error| Wrong::Shape(error.to_string()))?;
+    pub fn judge(&self, output: &[u8], lse: &[u8]) -> Result<Verdict, OutputError> {
+        let lse = floats(lse);
+        let tensor = tensor(self.problem.dtypes.output, self.problem.output_shape(), output);
+        let tensor = tensor.map_err(|error| OutputError::Shape(error.to_string()))?;
         if self.finite {
             let values = tensor.elements();
             let nans = values.nans() + lse.iter().filter(|value| value.is_nan()).count();
             // Rows that belong to no sequence stay poisoned.
             let unused = self.problem.rows() - self.sequences.rows();
-            let holes = nans.saturating_sub(unused * (self.problem.value_head_dim + 1));
-            if holes > 0 {
-                return Err(Wrong::Holes { holes, values: values.len() + lse.len() });
+            let unwritten = nans.saturating_sub(unused * (self.problem.value_head_dim + 1));
+            if unwritten > 0 {
+                return Err(OutputError::Unwritten { unwritten, values: values.len() + lse.len() });
             }
         }
-        let verdict = self.verdict(&tensor, &lse).map_err(|it| Wrong::Shape(it.to_string()))?;
-        if verdict.passed { Ok(verdict) } else { Err(Wrong::Values(Box::new(verdict))) }
+        let verdict =
+            self.verdict(&tensor, &lse).map_err(|it| OutputError::Shape(it.to_string()))?;
+        if verdict.passed { Ok(verdict) } else { Err(OutputError::Values(Box::new(verdict))) }
     }
 
-    /// Compares an output and its log-sum-exps with the truth: the worst sequence's errors.
+    /// Compares an output and its log-sum-exps with the expected ones: the worst sequence's errors.
     pub fn verdict(&self, output: &Tensor, lse: &[f32]) -> Result<Verdict, flashcore::Error> {
         let expected = self.problem.rows();
         if lse.len() != expected {
@@ -147,10 +152,7 @@ impl Truth {
                     compare_tensors(problem, &output, &lse, reference, baseline)?
                 }
             };
-            let badness = |it: &Verdict| {
-                let share = it.output.max_error / it.output.tolerance.max(f64::MIN_POSITIVE);
-                (!it.passed, share)
-            };
+            let badness = |it: &Verdict| (!it.passed, it.output.tolerance_used());
             worst = Some(match worst {
                 Some(before) => {
                     let rows = before.rows + verdict.rows;
@@ -205,10 +207,7 @@ impl Truth {
 fn sample(sequences: &Sequences, seed: u64) -> Vec<usize> {
     let mut all: Vec<usize> =
         (0..sequences.len()).filter(|it| sequences.queries().length(*it) > 0).collect();
-    let mut random = Random::new(seed);
-    for index in (1..all.len()).rev() {
-        all.swap(index, random.below(index + 1));
-    }
+    Random::new(seed).shuffle(&mut all);
     let longest = all.iter().copied().max_by_key(|it| sequences.keys().length(*it));
     let ends = [all.iter().copied().min(), all.iter().copied().max(), longest];
     let mut order: Vec<usize> = ends.into_iter().flatten().chain(all).collect();
@@ -238,12 +237,12 @@ impl Part {
 
 /// What is wrong with a result.
 #[derive(Debug, thiserror::Error)]
-pub enum Wrong {
+pub enum OutputError {
     /// Values that are NaN where no input is: never written.
-    #[error("{holes} of {values} values were never written or are NaN")]
-    Holes {
+    #[error("{unwritten} of {values} values were never written or are NaN")]
+    Unwritten {
         /// How many.
-        holes: usize,
+        unwritten: usize,
         /// Of how many.
         values: usize,
     },
@@ -269,7 +268,7 @@ mod tests {
     use flashcore::{Backend, CpuBackend, RunOptions, Scores};
 
     use super::*;
-    use crate::given::Given;
+    use crate::auxiliary_inputs::AuxiliaryInputs;
 
     /// The CPU's answers over every storage are right, without and with rules of scores, and a
     /// wrong number among them is found.
@@ -285,21 +284,24 @@ mod tests {
         let ruled = plain.clone().map(|problem| problem.with_scores(Scores::EVERY_RULE));
         for problem in plain.into_iter().chain(ruled) {
             let text = problem.text();
-            let given = Given::of(&problem).unwrap();
+            let auxiliary = AuxiliaryInputs::of(&problem).unwrap();
             let tensors = InputTensors::random(&problem, 1).unwrap();
-            let inputs = given.inputs(&tensors);
+            let inputs = auxiliary.inputs(&tensors);
             let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).unwrap();
-            let truth = Truth::of(&problem, inputs, 1).unwrap();
+            let expected = ExpectedOutput::of(&problem, inputs, 1).unwrap();
             let lse: Vec<u8> = result.lse.iter().flat_map(|it| it.to_le_bytes()).collect();
-            let verdict = truth.judge(result.output.bytes(), &lse);
+            let verdict = expected.judge(result.output.bytes(), &lse);
             let verdict = verdict.unwrap_or_else(|wrong| panic!("{text}: {wrong}"));
-            assert_eq!(verdict.rows, truth.sequences.rows(), "{text}");
+            assert_eq!(verdict.rows, expected.sequences.rows(), "{text}");
             let mut wrong = result.output.clone();
-            let (entry, row) = truth.sequences.queries().locate(0, 0);
+            let (entry, row) = expected.sequences.queries().locate(0, 0);
             wrong.set_row([entry, row, 0], &vec![7.0; problem.value_head_dim]);
-            assert!(matches!(truth.judge(wrong.bytes(), &lse), Err(Wrong::Values(_))), "{text}");
+            assert!(
+                matches!(expected.judge(wrong.bytes(), &lse), Err(OutputError::Values(_))),
+                "{text}"
+            );
             wrong.set_row([entry, row, 0], &vec![f32::NAN; problem.value_head_dim]);
-            assert!(truth.judge(wrong.bytes(), &lse).is_err(), "{text}");
+            assert!(expected.judge(wrong.bytes(), &lse).is_err(), "{text}");
         }
     }
 }

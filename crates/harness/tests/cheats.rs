@@ -7,11 +7,14 @@
 use std::collections::HashMap;
 
 use flashcore::{
-    Backend, CpuBackend, DType, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
+    Backend, CpuBackend, DType, DTypes, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
 };
 use flashcore_harness as harness;
 use harness::Error;
-use harness::gate::{self, Contract, Foreign, Judgement, Outcome, Own, Pace, Rule, Step};
+use harness::auxiliary_inputs::{AuxiliaryInputs, tensor_bytes};
+use harness::gate::{
+    self, Contract, ForeignKernel, Judgement, Outcome, OwnKernel, Rule, SpeedRequirement, Step,
+};
 use harness::subject::{Memory, Subject, Tensors};
 use harness::verify;
 use kernels::{Configuration, Product, Rules, Scalar};
@@ -85,10 +88,8 @@ impl Host {
 
     fn inputs(&self, tensors: &Tensors) -> InputTensors {
         let problem = self.problem.as_ref().unwrap();
-        let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let mut slices: Vec<&[u8]> = Vec::new();
-        for (memory, shape) in tensors.memory.iter().zip(shapes) {
-            let bytes = shape.elements().unwrap() * problem.dtype().bytes();
+        for (memory, bytes) in tensors.memory.iter().zip(tensor_bytes(problem).unwrap()) {
             slices.push(&self.memory[memory.0][tensors.offset..tensors.offset + bytes]);
         }
         verify::inputs(problem, [slices[0], slices[1], slices[2]]).unwrap()
@@ -96,7 +97,9 @@ impl Host {
 
     fn attend(&self, problem: &Problem, inputs: &InputTensors) -> [Vec<u8>; 2] {
         let backend = CpuBackend::new();
-        let output = backend.run(problem, inputs.inputs(), &RunOptions::default()).unwrap();
+        let auxiliary = AuxiliaryInputs::of(problem).unwrap();
+        let output =
+            backend.run(problem, auxiliary.inputs(inputs), &RunOptions::default()).unwrap();
         let lse = output.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
         [output.output.bytes().to_vec(), lse]
     }
@@ -299,7 +302,7 @@ fn model(mask: Mask) -> Problem {
 /// The steps that run a kernel, as the command has them.
 fn judge(behaviour: Behaviour, mask: Mask) -> Judgement {
     let contract = Contract::whole(model(mask));
-    let pace = Pace {
+    let requirement = SpeedRequirement {
         problem: Problem::new(1, 2, 150, 24).with_dtype(DType::F16).with_mask(mask),
         rounds: 5,
         at_least: 0.9,
@@ -311,7 +314,10 @@ fn judge(behaviour: Behaviour, mask: Mask) -> Judgement {
     let mut baseline = Host::new(Behaviour::Honest);
     let steps: Vec<(Step, Box<dyn FnOnce() -> Outcome>)> = vec![
         (Step::Correct, Box::new(move || found)),
-        (Step::Fast, Box::new(|| gate::fast(&mut subject, &mut baseline, &contract, &pace, 2))),
+        (
+            Step::Fast,
+            Box::new(|| gate::fast(&mut subject, &mut baseline, &contract, &requirement, 2)),
+        ),
     ];
     Judgement::of(&format!("{behaviour:?}"), steps)
 }
@@ -322,6 +328,24 @@ fn an_honest_kernel_is_accepted() {
         let judgement = judge(Behaviour::Honest, mask);
         assert!(judgement.accepted, "{judgement:?}");
         assert_eq!(judgement.findings.len(), 2);
+    }
+}
+
+/// 8-bit inputs with 16-bit outputs, and 16-bit queries over an 8-bit cache.
+#[test]
+fn element_types_may_differ() {
+    let narrow = DTypes::inputs(DType::E4M3);
+    for dtypes in [narrow, DTypes { query: DType::BF16, ..narrow }] {
+        let mut problem = Problem::new(1, 2, 150, 32);
+        problem.dtypes = dtypes;
+        let contract = Contract::whole(problem.clone());
+        let requirement = SpeedRequirement { problem, rounds: 5, at_least: 0.9, peak_tflops: None };
+        let [mut subject, mut baseline] = [Behaviour::Honest; 2].map(Host::new);
+        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &requirement, 3);
+        assert!(matches!(outcome, Outcome::Accept { .. }), "{dtypes}: {outcome:?}");
+        let mut subject = Host::new(Behaviour::ReusesMemory);
+        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &requirement, 3);
+        assert_eq!(rule_of(&outcome), Some(Rule::Unwritten), "{dtypes}: {outcome:?}");
     }
 }
 
@@ -355,7 +379,7 @@ fn timed_calls_are_looked_at() {
         (Behaviour::LowPrecision, Rule::Wrong),
         (Behaviour::CachesByPointer, Rule::Wrong),
     ] {
-        let pace = Pace {
+        let requirement = SpeedRequirement {
             problem: Problem::new(1, 2, 150, 24).with_dtype(DType::F16),
             rounds: 5,
             at_least: 0.9,
@@ -363,7 +387,7 @@ fn timed_calls_are_looked_at() {
         };
         let contract = Contract::whole(model(Mask::NONE));
         let (mut subject, mut baseline) = (Host::new(behaviour), Host::new(Behaviour::Honest));
-        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &pace, 3);
+        let outcome = gate::fast(&mut subject, &mut baseline, &contract, &requirement, 3);
         let Outcome::Reject { rule: broken, reason } = outcome else { panic!("{behaviour:?}") };
         assert_eq!(broken, rule, "{behaviour:?}: {reason}");
     }
@@ -395,7 +419,7 @@ fn rule_of(outcome: &Outcome) -> Option<Rule> {
 #[test]
 fn a_race_is_a_hazard() {
     let kernel = Configuration::Product(Product { columns: 16, stages: 2, ..Product::PLAIN });
-    let own = Own::new(kernel).unwrap();
+    let own = OwnKernel::new(kernel).unwrap();
     let accepted = gate::simulate(&own, 2);
     assert!(matches!(accepted, Outcome::Accept { .. }), "{accepted:?}");
     let waits = sim::mutate::sites(&own.program)
@@ -403,7 +427,7 @@ fn a_race_is_a_hazard() {
         .filter(|site| matches!(site.instruction, ptx::Instruction::MbarrierWait { .. }));
     for site in waits {
         let program = sim::mutate::without(&own.program, site.index);
-        let outcome = gate::simulate(&Own { kernel, program }, 2);
+        let outcome = gate::simulate(&OwnKernel { kernel, program }, 2);
         assert_eq!(rule_of(&outcome), Some(Rule::Hazard), "{outcome:?}");
     }
 }
@@ -420,7 +444,7 @@ fn a_wrong_mask_is_wrong_in_the_simulator() {
     };
     let kernel = Configuration::Scalar(scalar(Rules::CAUSAL));
     let program = scalar(Rules::DENSE).program().unwrap();
-    let outcome = gate::simulate(&Own { kernel, program }, 1);
+    let outcome = gate::simulate(&OwnKernel { kernel, program }, 1);
     assert_eq!(rule_of(&outcome), Some(Rule::Wrong), "{outcome:?}");
 }
 
@@ -457,9 +481,9 @@ const DESCRIPTION: &str = r#"{
     "arguments": [{ "tensor": "query" }, { "tensor": "output" }, { "f32": "scale * log2e" }]
 }"#;
 
-fn foreign(shared: &str, ptx: &str) -> Foreign {
+fn foreign(shared: &str, ptx: &str) -> ForeignKernel {
     let description = serde_json::from_str(&DESCRIPTION.replace("SHARED", shared)).unwrap();
-    Foreign::new(ptx.to_owned(), description).unwrap()
+    ForeignKernel::new(ptx.to_owned(), description).unwrap()
 }
 
 /// Shared memory over the limit makes a launch fail, and what was there is read as the result.
@@ -481,6 +505,6 @@ fn a_description_must_be_that_of_its_text() {
     assert_eq!(rule_of(&foreign("0", missing).validate()), Some(Rule::Invalid));
     let description = DESCRIPTION.replace("SHARED", "\"shared\"");
     let description = serde_json::from_str(&description).unwrap();
-    let message = Foreign::new(String::new(), description).unwrap_err();
+    let message = ForeignKernel::new(String::new(), description).unwrap_err();
     assert!(message.contains("`shared_bytes`: there is no `shared`"), "{message}");
 }

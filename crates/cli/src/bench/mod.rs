@@ -204,7 +204,7 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
     if results.cells.is_empty() {
         return Err("nothing was measured: no candidate ran any of the problems".into());
     }
-    let passed = results.wrong().is_empty() && results.unbelievable().is_empty();
+    let passed = results.wrong_outputs().is_empty() && results.above_roofline().is_empty();
     let mut written = String::new();
     if let Some(prefix) = &arguments.output {
         let path = with_suffix(prefix, ".json");
@@ -319,8 +319,8 @@ struct Trials {
 
 /// Measures one kernel under two names.
 fn same(mut options: Options, trials: usize, json: bool) -> Result<Answer, Box<dyn Error>> {
-    let who = options.candidates[0].who.clone();
-    let named = |name: &str| Candidate { name: name.to_owned(), who: who.clone() };
+    let kind = options.candidates[0].kind.clone();
+    let named = |name: &str| Candidate { name: name.to_owned(), kind: kind.clone() };
     options.candidates = vec![named("first"), named("second")];
     let mut differences = Vec::new();
     let mut screen = Bar::new("measuring");
@@ -335,7 +335,7 @@ fn same(mut options: Options, trials: usize, json: bool) -> Result<Answer, Box<d
         }
     }
     drop(screen);
-    let within_noise = differences.iter().filter(|it| !it.is_real()).count();
+    let within_noise = differences.iter().filter(|it| !it.is_significant()).count();
     let trials = differences.len();
     let passed = 20 * within_noise >= 19 * trials;
     if json {

@@ -20,8 +20,8 @@ pub(crate) fn line(results: &Results, cell: &Cell) -> String {
         })
         .collect();
     let cache = cell.measurements.first().map_or(Cache::Cold, |it| it.cache);
-    let subject = results.subject().unwrap_or_default();
-    let ratio = results.ratio(cell, subject, cache);
+    let our_candidate = results.our_candidate().unwrap_or_default();
+    let ratio = results.ratio(cell, our_candidate, cache);
     let ratio = ratio.map_or_else(String::new, |it| format!("  ratio {:.3}", it.ratio));
     let unit = if memory_bound(cell) { "us" } else { "TFLOP/s" };
     format!("{:<40} {} {unit}{ratio}", cell.problem, speeds.join("  "))
@@ -55,7 +55,8 @@ pub(super) fn results(results: &Results) -> String {
     for note in notes(results) {
         text += &format!("{note}\n");
     }
-    let troubles = [("wrong output", results.wrong()), ("not believed", results.unbelievable())];
+    let troubles =
+        [("wrong output", results.wrong_outputs()), ("not believed", results.above_roofline())];
     for (what, lines) in troubles {
         for line in lines {
             text += &format!("{}: {line}\n", terminal::paint(BAD, what));
@@ -72,7 +73,7 @@ fn one_cache(results: &Results, cache: Cache) -> String {
     for note in &results.candidates {
         heading.extend([note.name.as_str(), "noise"]);
     }
-    let subject = results.subject().unwrap_or_default();
+    let our_candidate = results.our_candidate().unwrap_or_default();
     let has_ratio = !results.ratios().is_empty();
     if has_ratio {
         heading.extend(["ratio", "noise"]);
@@ -103,7 +104,7 @@ fn one_cache(results: &Results, cache: Cache) -> String {
             row.extend([(style, number), (NAME, format!("{noise:.1} %"))]);
         }
         if has_ratio {
-            match results.ratio(cell, subject, cache) {
+            match results.ratio(cell, our_candidate, cache) {
                 Some(ratio) => {
                     ratios.push(ratio.ratio);
                     let style = if ratio.ratio.ln() < -ratio.noise { BAD } else { PLAIN };
@@ -113,7 +114,7 @@ fn one_cache(results: &Results, cache: Cache) -> String {
                 None => row.extend([(NAME, "-".to_owned()), (NAME, String::new())]),
             }
         }
-        let kernel = found(subject).and_then(|it| it.kernel.clone()).unwrap_or_default();
+        let kernel = found(our_candidate).and_then(|it| it.kernel.clone()).unwrap_or_default();
         row.push((NAME, kernel));
         rows.push(row);
     }
@@ -124,7 +125,7 @@ fn one_cache(results: &Results, cache: Cache) -> String {
         let mean = geometric_mean(ratios.iter().copied());
         let count = ratios.len();
         text += &format!(
-            "{subject} against the best peer: geometric mean {mean:.3}, lowest {least:.3}, \
+            "{our_candidate} against the best peer: geometric mean {mean:.3}, lowest {least:.3}, \
              highest {most:.3}, {count} problems\n"
         );
     }

@@ -13,7 +13,7 @@ pub(super) struct Cpu {
     threads: usize,
     /// Vector instructions found, of those that matter here.
     features: Vec<&'static str>,
-    /// What the back end makes of it.
+    /// The description of the CPU back end.
     backend: String,
 }
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::terminal;
 
-/// The capability that makes a GPU one for the kernels that compilers differ in.
+/// The compute capability whose kernels depend on the compiler's version.
 const WGMMA: &str = Capability::Wgmma.name();
 
 /// Driver and devices.

@@ -35,7 +35,7 @@ struct Line {
     counts: BTreeMap<&'static str, u64>,
     /// Shared-memory instructions with bank conflicts.
     bank_conflicts: Vec<Conflict>,
-    failure: Option<Wrong>,
+    failure: Option<FirstFailure>,
 }
 
 /// Bank conflicts of one instruction.
@@ -48,7 +48,7 @@ struct Conflict {
 
 /// The first seed that failed.
 #[derive(Serialize)]
-struct Wrong {
+struct FirstFailure {
     seed: u64,
     /// The hazard's kind, if it was one.
     hazard: Option<&'static str>,
@@ -138,7 +138,7 @@ impl Report {
         terminal::table(&["policy", "seeds passed", "max error", "of tolerance"], &rows)
     }
 
-    /// A column for each policy that has something to tell.
+    /// A column for each policy with results.
     fn describe_counts(&self) -> String {
         let lines: Vec<&Line> =
             self.policies.iter().filter(|line| !line.counts.is_empty()).collect();
@@ -188,7 +188,7 @@ impl Line {
                 Err(failure) => failure.hazard(),
                 Ok(_) => None,
             };
-            Some(Wrong {
+            Some(FirstFailure {
                 seed: outcome.seed,
                 hazard: hazard.map(|hazard| hazard.kind.name()),
                 message: message(outcome)?,

@@ -5,8 +5,8 @@ use std::error::Error;
 use clap::Args;
 use flashcore::gpu::Chip;
 use flashcore::{Plan, Preference, Problem};
+use harness::auxiliary_inputs::AuxiliaryInputs;
 use harness::bench::families;
-use harness::given::Given;
 use kernels::Configuration;
 use testing::scene::{Call, Ragged, Scene};
 
@@ -102,7 +102,7 @@ impl SizeArguments {
         // As it runs: a window or a cap that was a function is one by name there.
         let problem = &plan.problem;
         let mut call = Call::chosen(&Chip::H200, problem, &choice);
-        call.ragged = Given::of(problem)?.ragged(problem);
+        call.ragged = AuxiliaryInputs::of(problem)?.ragged(problem);
         Ok((call.kernel, call.scene()?))
     }
 

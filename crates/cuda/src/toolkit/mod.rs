@@ -9,7 +9,7 @@
 //! 3. `$CUDA_HOME/bin`, `$CUDA_PATH/bin`, `/usr/local/cuda/bin`,
 //! 4. every folder of `$PATH`.
 //!
-//! This module uses the standard library alone: `xtask` compiles it too, so that the chores run
+//! This module uses the standard library alone: `xtask` compiles it too, so that its tasks run
 //! while the crates they check do not build.
 //!
 //! ```no_run

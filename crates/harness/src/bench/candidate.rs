@@ -13,7 +13,7 @@ use kernels::{Backward, Configuration, Decode, Forward, MaskKind, Mma, Rules, Sc
 use ptx::Target;
 
 use crate::Error;
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::statistics::Random;
 use crate::subject::{Call, Planned, Source};
 
@@ -23,12 +23,12 @@ pub struct Candidate {
     /// The name in tables.
     pub name: String,
     /// What is measured under the name.
-    pub who: Who,
+    pub kind: CandidateKind,
 }
 
 /// What is measured.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Who {
+pub enum CandidateKind {
     /// Whatever our planner chooses for a problem.
     Planned,
     /// A kernel family of ours, in its best configuration for a problem.
@@ -84,16 +84,16 @@ impl Candidate {
             Some((label, name)) => (label.trim(), name.trim()),
             None => (text.trim(), text.trim()),
         };
-        let peer = PEERS.iter().find(|peer| peer.name == name).map(Who::Peer);
-        let family = families().into_iter().find(|it| *it == name).map(Who::Family);
+        let peer = PEERS.iter().find(|peer| peer.name == name).map(CandidateKind::Peer);
+        let family = families().into_iter().find(|it| *it == name).map(CandidateKind::Family);
         let size = name.strip_prefix("page").and_then(|size| size.parse().ok());
-        let who = match peer.or(family).or(size.map(Who::Pages)) {
-            Some(who) => who,
-            None if name == "flashcore" => Who::Planned,
-            None if name == "invariant" => Who::Invariant,
-            None => Who::Kernel(configuration(name)?),
+        let kind = match peer.or(family).or(size.map(CandidateKind::Pages)) {
+            Some(kind) => kind,
+            None if name == "flashcore" => CandidateKind::Planned,
+            None if name == "invariant" => CandidateKind::Invariant,
+            None => CandidateKind::Kernel(configuration(name)?),
         };
-        Ok(Candidate { name: label.to_owned(), who })
+        Ok(Candidate { name: label.to_owned(), kind })
     }
 
     /// Returns the candidate that the environment asks for, as [`Preference::from_environment`]
@@ -108,57 +108,59 @@ impl Candidate {
     /// Returns the candidate for one pass of a training step: the planner's choice if the candidate
     /// belongs to the other pass.
     pub fn of_pass(&self, pass: Pass) -> Self {
-        let family = match &self.who {
-            Who::Family(family) => family,
-            Who::Kernel(kernel) => kernel.family(),
+        let family = match &self.kind {
+            CandidateKind::Family(family) => family,
+            CandidateKind::Kernel(kernel) => kernel.family(),
             _ => return self.clone(),
         };
         match families_of(pass).contains(&family) {
             true => self.clone(),
-            false => Candidate { who: Who::Planned, ..self.clone() },
+            false => Candidate { kind: CandidateKind::Planned, ..self.clone() },
         }
     }
 
     /// One configuration.
     pub fn of(kernel: Configuration) -> Self {
-        Candidate { name: kernel.name(), who: Who::Kernel(kernel) }
+        Candidate { name: kernel.name(), kind: CandidateKind::Kernel(kernel) }
     }
 
     /// The peer, if it is one.
     pub fn peer(&self) -> Option<&'static Peer> {
-        match self.who {
-            Who::Peer(peer) => Some(peer),
+        match self.kind {
+            CandidateKind::Peer(peer) => Some(peer),
             _ => None,
         }
     }
 
     /// What it is, in a few words.
     pub fn about(&self) -> String {
-        match &self.who {
-            Who::Planned => "what FlashCore's planner chooses".to_owned(),
-            Who::Family(family) => format!("FlashCore's `{family}`"),
-            Who::Kernel(kernel) => kernel.name(),
-            Who::Pages(size) => format!("FlashCore over pages of {size}, shuffled"),
-            Who::Invariant => "FlashCore with bits that do not depend on the batch".to_owned(),
-            Who::Peer(peer) => peer.about.to_owned(),
+        match &self.kind {
+            CandidateKind::Planned => "what FlashCore's planner chooses".to_owned(),
+            CandidateKind::Family(family) => format!("FlashCore's `{family}`"),
+            CandidateKind::Kernel(kernel) => kernel.name(),
+            CandidateKind::Pages(size) => format!("FlashCore over pages of {size}, shuffled"),
+            CandidateKind::Invariant => {
+                "FlashCore with bits that do not depend on the batch".to_owned()
+            }
+            CandidateKind::Peer(peer) => peer.about.to_owned(),
         }
     }
 
     /// Returns our plan for a problem over contiguous tensors, with the lists of its calls; or why
     /// the candidate does not serve the problem.
-    pub fn plan(&self, chip: &Chip, problem: &Problem) -> Result<(Plan, Given), String> {
+    pub fn plan(&self, chip: &Chip, problem: &Problem) -> Result<(Plan, AuxiliaryInputs), String> {
         let planned = |problem: &Problem, family: Option<&str>| {
             let preference = Preference { backend: None, kernel: family.map(str::to_owned) };
             let arrangement = Arrangement::contiguous(problem).map_err(|it| it.to_string())?;
             let plan = Plan::on_gpu(chip, problem, &arrangement, &preference);
             plan.map_err(|error| error.to_string())
         };
-        let mut given = Given::of(problem).map_err(|error| error.to_string())?;
-        let plan = match &self.who {
-            Who::Planned => planned(problem, None)?,
-            Who::Family(family) => planned(problem, Some(family))?,
-            Who::Invariant => planned(&problem.clone().batch_invariant(), None)?,
-            Who::Kernel(kernel) => {
+        let mut auxiliary = AuxiliaryInputs::of(problem).map_err(|error| error.to_string())?;
+        let plan = match &self.kind {
+            CandidateKind::Planned => planned(problem, None)?,
+            CandidateKind::Family(family) => planned(problem, Some(family))?,
+            CandidateKind::Invariant => planned(&problem.clone().batch_invariant(), None)?,
+            CandidateKind::Kernel(kernel) => {
                 let mut plan = planned(problem, Some(kernel.family()))?;
                 let best = plan.chosen.choice.as_ref().map(|choice| *choice.kernel());
                 if !best.is_some_and(|best| is_variant(kernel, &best, problem)) {
@@ -171,20 +173,20 @@ impl Candidate {
                 plan.chosen.choice = Some(choice);
                 plan
             }
-            Who::Pages(size) => {
+            CandidateKind::Pages(size) => {
                 let paged = in_pages(problem, *size)?;
-                given = shuffled(&paged, given)?;
+                auxiliary = shuffled(&paged, auxiliary)?;
                 planned(&paged, None)?
             }
-            Who::Peer(peer) => return Err(format!("{} is not ours", peer.name)),
+            CandidateKind::Peer(peer) => return Err(format!("{} is not ours", peer.name)),
         };
-        Ok((plan, given))
+        Ok((plan, auxiliary))
     }
 
     /// Plans and compiles the candidate for a problem on a GPU.
     pub fn ready(&self, gpu: &Gpu, problem: &Problem) -> Result<Planned, Error> {
-        let (plan, given) = self.plan(&gpu.chip(), problem).map_err(Error::Impossible)?;
-        Planned::new(gpu, plan, &given)
+        let (plan, auxiliary) = self.plan(&gpu.chip(), problem).map_err(Error::Impossible)?;
+        Planned::new(gpu, plan, &auxiliary)
     }
 }
 
@@ -280,23 +282,21 @@ fn in_pages(problem: &Problem, size: usize) -> Result<Problem, String> {
 
 /// Shuffles the pages of each sequence, with contents such that the result is that of the plain
 /// problem.
-fn shuffled(paged: &Problem, given: Given) -> Result<Given, String> {
-    let Storage::Paged { size, columns, .. } = paged.keys else { return Ok(given) };
+fn shuffled(paged: &Problem, auxiliary: AuxiliaryInputs) -> Result<AuxiliaryInputs, String> {
+    let Storage::Paged { size, columns, .. } = paged.keys else { return Ok(auxiliary) };
     let mut random = Random::new(size as u64);
     let mut table: Vec<u32> = (0..(paged.batch * columns) as u32).collect();
     for row in table.chunks_exact_mut(columns.max(1)) {
-        for index in (1..row.len()).rev() {
-            row.swap(index, random.below(index + 1));
-        }
+        random.shuffle(row);
     }
     let pages = Pages::new(size, columns, table).map_err(|error| error.to_string())?;
     // The same factors in the same memory, in the shape of pages.
     let descales = random_descales(paged.descale_shapes(), 0).map_err(|error| error.to_string())?;
-    Ok(Given {
+    Ok(AuxiliaryInputs {
         descales,
         queries: Some(Placement::padded(vec![paged.query_length; paged.batch])),
         keys: Some(Placement::paged(vec![paged.key_length; paged.batch], pages)),
-        ..given
+        ..auxiliary
     })
 }
 
@@ -384,10 +384,10 @@ mod tests {
 
     #[test]
     fn names_mean_what_they_say() {
-        assert_eq!(Candidate::parse("flashcore").unwrap().who, Who::Planned);
+        assert_eq!(Candidate::parse("flashcore").unwrap().kind, CandidateKind::Planned);
         assert_eq!(Candidate::parse("fa4").unwrap().peer().unwrap().name, "fa4");
         let labelled = Candidate::parse("again=flashcore").unwrap();
-        assert_eq!((labelled.name.as_str(), labelled.who), ("again", Who::Planned));
+        assert_eq!((labelled.name.as_str(), labelled.kind), ("again", CandidateKind::Planned));
         let message = Candidate::parse("fa5").unwrap_err();
         assert!(message.contains("no candidate `fa5`") && message.contains("cudnn"), "{message}");
     }

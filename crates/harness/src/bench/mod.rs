@@ -9,7 +9,7 @@
 //! forward pass leaves is made anew before each call, and not counted. Or both are measured as one
 //! step; up to 2048 queries each captured in a graph, so that nobody's host is measured.
 //!
-//! Kernels of ours alone are measured by this process ([`ours`](self)), over every storage and rule
+//! Kernels of ours alone are measured by this process (`ours`), over every storage and rule
 //! of scores. Peers live in Python: then one Python process measures everybody, ours from their
 //! cubins, and streams what it finds.
 
@@ -18,9 +18,9 @@ mod contents;
 mod ours;
 mod peers;
 
-pub use candidate::{Candidate, PEERS, Peer, Who, configuration, families};
+pub use candidate::{Candidate, CandidateKind, PEERS, Peer, configuration, families};
 pub use contents::Pool;
-pub use ours::Arena;
+pub use ours::CandidateTimer;
 
 use std::path::PathBuf;
 use std::time::Instant;

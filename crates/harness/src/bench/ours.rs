@@ -7,11 +7,11 @@ use flashcore::{DTypes, Problem};
 use testing::Verdict;
 
 use super::{Candidate, Observer, Options, Pool};
-use crate::given::{Given, tensor_bytes};
+use crate::auxiliary_inputs::{AuxiliaryInputs, nonzero_tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
-use crate::subject::{Addresses, Call, Flush, Planned, Role};
-use crate::verify::{POISON, Truth, inputs};
+use crate::subject::{Addresses, Call, Flush, Planned, TensorRole};
+use crate::verify::{ExpectedOutput, POISON, inputs};
 use crate::{Error, Silent};
 
 /// Warm-up rounds, which do not count.
@@ -27,11 +27,11 @@ pub(super) fn run(
     let mut random = Random::new(options.seed);
     let mut pool = Pool::new(options.seed);
     for problem in &options.set.problems {
-        let mut arena = Arena::new(gpu, problem, pool)?;
-        let cell = measure(gpu, options, problem, &mut arena, &mut random)?;
+        let mut timer = CandidateTimer::new(gpu, problem, pool)?;
+        let cell = measure(gpu, options, problem, &mut timer, &mut random)?;
         observer.cell(results, &cell);
         results.cells.push(cell);
-        pool = arena.pool;
+        pool = timer.pool;
     }
     Ok(())
 }
@@ -53,9 +53,9 @@ fn compile_ahead(gpu: &Gpu, options: &Options) {
     let _ = gpu.warm(&all.into_iter().collect::<Vec<_>>(), &Silent);
 }
 
-/// A candidate on a problem.
+/// A candidate compiled for a problem, with its results and events.
 #[derive(Debug)]
-struct Contestant {
+struct PreparedCandidate {
     plan: Planned,
     graph: Option<ExecutableGraph>,
     output: Buffer,
@@ -64,7 +64,7 @@ struct Contestant {
     marks: [Event; 2],
 }
 
-impl Contestant {
+impl PreparedCandidate {
     fn new(
         gpu: &Gpu,
         calls: usize,
@@ -73,10 +73,11 @@ impl Contestant {
         inputs: &[Buffer; 3],
     ) -> Result<Self, Error> {
         let mut plan = candidate.ready(gpu, problem)?;
-        let [.., output, lse] = bytes(problem)?;
-        let (output, lse) = (Buffer::new(gpu.device(), output)?, Buffer::new(gpu.device(), lse)?);
+        let [.., output, lse] = nonzero_tensor_bytes(problem)?;
+        let buffer = |bytes: usize| Buffer::new(gpu.device(), bytes as u64);
+        let (output, lse) = (buffer(output)?, buffer(lse)?);
         let [query, key, value] = inputs.each_ref().map(Buffer::address);
-        let mut addresses = [DeviceAddress(0); Role::COUNT];
+        let mut addresses = [DeviceAddress(0); TensorRole::COUNT];
         addresses[..5].copy_from_slice(&[query, key, value, output.address(), lse.address()]);
         let graph = match calls {
             1 => None,
@@ -88,7 +89,7 @@ impl Contestant {
             }
         };
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
-        Ok(Contestant { plan, graph, output, lse, addresses, marks })
+        Ok(PreparedCandidate { plan, graph, output, lse, addresses, marks })
     }
 
     fn call(&mut self, stream: &Stream) -> Result<(), Error> {
@@ -121,32 +122,30 @@ impl Contestant {
     }
 }
 
-/// The bytes of the five tensors of a call, none of which is empty.
-fn bytes(problem: &Problem) -> Result<[u64; 5], Error> {
-    let bytes = tensor_bytes(problem).filter(|bytes| bytes.iter().all(|it| *it > 0));
-    let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-    Ok(bytes.ok_or_else(refused)?.map(|it| it as u64))
-}
-
-/// The inputs of a problem on the device, and what changes and flushes them.
+/// Times candidates on a problem: its inputs on the device, and what changes and flushes them.
 #[derive(Debug)]
-pub struct Arena {
+pub struct CandidateTimer {
     inputs: [Buffer; 3],
     flush: Flush,
     pool: Pool,
 }
 
-/// A round whose outputs are compared with the truth, and the seed of the rows that are.
-type Checked = Option<(usize, u64)>;
+/// A round whose outputs are compared with the expected ones, and the seed of the rows that are.
+type CheckedRound = Option<(usize, u64)>;
 
 /// A candidate's samples, and whether its output was right.
-type Rounds = (Vec<f64>, Option<Result<Verdict, String>>);
+type CandidateSamples = (Vec<f64>, Option<Result<Verdict, String>>);
 
-impl Arena {
+impl CandidateTimer {
     /// For a problem.
     pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
-        let [query, key, value, ..] = bytes(problem)?.map(|it| Buffer::new(gpu.device(), it));
-        Ok(Arena { inputs: [query?, key?, value?], flush: Flush::new(gpu)?, pool })
+        let [query, key, value, ..] = nonzero_tensor_bytes(problem)?;
+        let buffer = |bytes: usize| Buffer::new(gpu.device(), bytes as u64);
+        Ok(CandidateTimer {
+            inputs: [buffer(query)?, buffer(key)?, buffer(value)?],
+            flush: Flush::new(gpu)?,
+            pool,
+        })
     }
 
     /// Milliseconds of candidates, all of which must serve the problem, round by round.
@@ -157,11 +156,11 @@ impl Arena {
         candidates: &[Candidate],
         rounds: usize,
     ) -> Result<Vec<Vec<f64>>, Error> {
-        let mut contestants = Vec::new();
+        let mut prepared = Vec::new();
         for candidate in candidates {
-            contestants.push(Contestant::new(gpu, 1, candidate, problem, &self.inputs)?);
+            prepared.push(PreparedCandidate::new(gpu, 1, candidate, problem, &self.inputs)?);
         }
-        let mut all: Vec<&mut Contestant> = contestants.iter_mut().collect();
+        let mut all: Vec<&mut PreparedCandidate> = prepared.iter_mut().collect();
         let times = self.rounds(gpu, problem, &mut all, Cache::Cold, 1, rounds, None)?;
         Ok(times.into_iter().map(|(samples, _)| samples).collect())
     }
@@ -174,9 +173,9 @@ impl Arena {
         candidate: &Candidate,
         seed: u64,
     ) -> Result<(), Error> {
-        let mut contestant = Contestant::new(gpu, 1, candidate, problem, &self.inputs)?;
+        let mut prepared = PreparedCandidate::new(gpu, 1, candidate, problem, &self.inputs)?;
         let checked = Some((0, seed));
-        let all = &mut [&mut contestant];
+        let all = &mut [&mut prepared];
         let mut rounds = self.rounds(gpu, problem, all, Cache::Cold, 1, 1, checked)?;
         match rounds.pop().and_then(|(_, verdict)| verdict) {
             Some(Err(wrong)) => Err(Error::Impossible(format!("{}: {wrong}", candidate.name))),
@@ -190,16 +189,16 @@ impl Arena {
         &mut self,
         gpu: &Gpu,
         problem: &Problem,
-        contestants: &mut [&mut Contestant],
+        prepared: &mut [&mut PreparedCandidate],
         cache: Cache,
         calls: usize,
         rounds: usize,
-        checked: Checked,
-    ) -> Result<Vec<Rounds>, Error> {
-        let count = contestants.len();
-        let mut results: Vec<Rounds> = vec![(Vec::new(), None); count];
-        let kept = match checked {
-            Some(_) => Some(Kept::new(gpu, &self.inputs, contestants)?),
+        checked: CheckedRound,
+    ) -> Result<Vec<CandidateSamples>, Error> {
+        let count = prepared.len();
+        let mut results: Vec<CandidateSamples> = vec![(Vec::new(), None); count];
+        let saved = match checked {
+            Some(_) => Some(SavedRound::new(gpu, &self.inputs, prepared)?),
             None => None,
         };
         for round in 0..WARM_UP + rounds {
@@ -209,19 +208,19 @@ impl Arena {
             }
             for place in 0..count {
                 let index = if round % 2 == 0 { place } else { count - 1 - place };
-                let time = contestants[index].sample(gpu.stream(), cache, &self.flush, calls)?;
+                let time = prepared[index].sample(gpu.stream(), cache, &self.flush, calls)?;
                 if round >= WARM_UP {
                     results[index].0.push(time);
                 }
             }
-            if let (Some((checked, _)), Some(kept)) = (checked, &kept)
+            if let (Some((checked, _)), Some(saved)) = (checked, &saved)
                 && round == WARM_UP + checked
             {
-                kept.take(gpu.stream(), &self.inputs, contestants)?;
+                saved.take(gpu.stream(), &self.inputs, prepared)?;
             }
         }
-        if let (Some((_, seed)), Some(kept)) = (checked, kept) {
-            let verdicts = kept.judge(gpu.stream(), problem, seed)?;
+        if let (Some((_, seed)), Some(saved)) = (checked, saved) {
+            let verdicts = saved.judge(gpu.stream(), problem, seed)?;
             for ((_, verdict), judged) in results.iter_mut().zip(verdicts) {
                 *verdict = Some(judged);
             }
@@ -230,28 +229,28 @@ impl Arena {
     }
 }
 
-/// The inputs and results of one round, set aside on the device. Comparing them with the truth
-/// takes the host longer than a round takes the GPU, which would cool down if it waited.
-struct Kept {
+/// The inputs and results of one round, set aside on the device. Comparing them on the host
+/// takes longer than a round takes on the GPU, which would cool down if it waited.
+struct SavedRound {
     inputs: [Buffer; 3],
-    /// Output and log-sum-exps of every contestant.
+    /// Output and log-sum-exps of every candidate.
     results: Vec<[Buffer; 2]>,
 }
 
-impl Kept {
+impl SavedRound {
     /// Allocates memory for a round.
     fn new(
         gpu: &Gpu,
         inputs: &[Buffer; 3],
-        contestants: &[&mut Contestant],
+        prepared: &[&mut PreparedCandidate],
     ) -> Result<Self, Error> {
         let like = |buffer: &Buffer| Buffer::new(gpu.device(), buffer.bytes());
         let [query, key, value] = inputs.each_ref().map(like);
         let mut results = Vec::new();
-        for contestant in contestants {
-            results.push([like(&contestant.output)?, like(&contestant.lse)?]);
+        for prepared in prepared {
+            results.push([like(&prepared.output)?, like(&prepared.lse)?]);
         }
-        Ok(Kept { inputs: [query?, key?, value?], results })
+        Ok(SavedRound { inputs: [query?, key?, value?], results })
     }
 
     /// Copies the current inputs and results, in stream order.
@@ -259,19 +258,19 @@ impl Kept {
         &self,
         stream: &Stream,
         inputs: &[Buffer; 3],
-        contestants: &[&mut Contestant],
+        prepared: &[&mut PreparedCandidate],
     ) -> Result<(), Error> {
         for (from, to) in inputs.iter().zip(&self.inputs) {
             stream.copy(from.all(), to.all())?;
         }
-        for (contestant, [output, lse]) in contestants.iter().zip(&self.results) {
-            stream.copy(contestant.output.all(), output.all())?;
-            stream.copy(contestant.lse.all(), lse.all())?;
+        for (prepared, [output, lse]) in prepared.iter().zip(&self.results) {
+            stream.copy(prepared.output.all(), output.all())?;
+            stream.copy(prepared.lse.all(), lse.all())?;
         }
         Ok(())
     }
 
-    /// Compares every contestant's results with the truth.
+    /// Compares every candidate's results with the expected ones.
     fn judge(
         &self,
         stream: &Stream,
@@ -281,11 +280,11 @@ impl Kept {
         let read = |buffer: &Buffer| stream.download_vec::<u8>(buffer.all());
         let [query, key, value] = self.inputs.each_ref().map(read);
         let host = inputs(problem, [&query?, &key?, &value?])?;
-        let given = Given::of(problem)?;
-        let truth = Truth::of(problem, given.inputs(&host), seed)?;
+        let auxiliary = AuxiliaryInputs::of(problem)?;
+        let expected = ExpectedOutput::of(problem, auxiliary.inputs(&host), seed)?;
         let mut verdicts = Vec::new();
         for [output, lse] in &self.results {
-            let judged = truth.judge(&read(output)?, &read(lse)?);
+            let judged = expected.judge(&read(output)?, &read(lse)?);
             verdicts.push(judged.map_err(|wrong| wrong.to_string()));
         }
         Ok(verdicts)
@@ -296,14 +295,14 @@ fn measure(
     gpu: &Gpu,
     options: &Options,
     problem: &Problem,
-    arena: &mut Arena,
+    timer: &mut CandidateTimer,
     random: &mut Random,
 ) -> Result<Cell, Error> {
     let mut cell = Cell::new(problem)?;
-    let mut contestants = Vec::new();
+    let mut all_prepared = Vec::new();
     for candidate in &options.candidates {
-        match Contestant::new(gpu, options.calls, candidate, problem, &arena.inputs) {
-            Ok(contestant) => contestants.push((candidate.name.as_str(), contestant)),
+        match PreparedCandidate::new(gpu, options.calls, candidate, problem, &timer.inputs) {
+            Ok(prepared) => all_prepared.push((candidate.name.as_str(), prepared)),
             Err(Error::Impossible(reason)) => {
                 let mut refused = Measurement::new(&candidate.name, options.caches[0], Vec::new());
                 refused.note = Some(reason);
@@ -314,13 +313,13 @@ fn measure(
     }
     for &cache in &options.caches {
         let checked = Some((random.below(options.rounds), random.bits()));
-        let mut all: Vec<&mut Contestant> =
-            contestants.iter_mut().map(|(_, contestant)| contestant).collect();
+        let mut all: Vec<&mut PreparedCandidate> =
+            all_prepared.iter_mut().map(|(_, prepared)| prepared).collect();
         let (calls, rounds) = (options.calls, options.rounds);
-        let found = arena.rounds(gpu, problem, &mut all, cache, calls, rounds, checked)?;
-        for ((name, contestant), (samples, verdict)) in contestants.iter().zip(found) {
+        let found = timer.rounds(gpu, problem, &mut all, cache, calls, rounds, checked)?;
+        for ((name, prepared), (samples, verdict)) in all_prepared.iter().zip(found) {
             let mut measurement = Measurement::new(name, cache, samples);
-            if let Some(choice) = &contestant.plan.plan().chosen.choice {
+            if let Some(choice) = &prepared.plan.plan().chosen.choice {
                 measurement.kernel = Some(choice.kernel().name());
                 measurement.ptx = Some(fingerprint(&ptx::print(&choice.kernel().program()?)));
             }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Observer, Options};
 use crate::Error;
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::subject::{LaunchDescription, flush_bytes, of_plan};
 
@@ -239,9 +239,11 @@ fn describe(
     folder: &Path,
 ) -> Result<(OursJob, Vec<(String, String)>), String> {
     let mut texts = Vec::new();
-    let mut launches = |plan: &Plan, given: &Given| -> Result<Vec<LaunchJob>, String> {
+    let mut launches = |plan: &Plan,
+                        auxiliary: &AuxiliaryInputs|
+     -> Result<Vec<LaunchJob>, String> {
         let mut jobs = Vec::new();
-        for (program, launch) in of_plan(plan, given)? {
+        for (program, launch) in of_plan(plan, auxiliary)? {
             let (ptx, text) = (fingerprint(&ptx::print(&program)), print_for(&program, compiler));
             let cubin = folder.join(format!("{}.cubin", program.name)).display().to_string();
             jobs.push(LaunchJob { cubin: cubin.clone(), launch, ptx });
@@ -250,19 +252,19 @@ fn describe(
         Ok(jobs)
     };
     let asked = if step { candidate.of_pass(problem.pass) } else { candidate.clone() };
-    let (plan, given) = asked.plan(chip, problem)?;
+    let (plan, auxiliary) = asked.plan(chip, problem)?;
     let before = match step {
         true => {
             let forward = problem.clone().forward();
-            let (plan, given) = candidate.of_pass(Pass::Forward).plan(chip, &forward)?;
-            launches(&plan, &given)?
+            let (plan, auxiliary) = candidate.of_pass(Pass::Forward).plan(chip, &forward)?;
+            launches(&plan, &auxiliary)?
         }
         false => Vec::new(),
     };
     let job = OursJob {
         name: candidate.name.clone(),
         kernel: plan.chosen.configuration.clone().unwrap_or_default(),
-        launches: launches(&plan, &given)?,
+        launches: launches(&plan, &auxiliary)?,
         before,
     };
     Ok((job, texts))
@@ -272,7 +274,7 @@ impl ProblemJob {
     /// Packed sequences are one batch entry with the rows of all.
     fn of(problem: &Problem) -> Result<Self, Error> {
         let (query, key) = (problem.query_shape(), problem.key_shape());
-        let queries = Given::of(problem)?.queries;
+        let queries = AuxiliaryInputs::of(problem)?.queries;
         let Mask { left, right, .. } = problem.mask;
         let plain = [Mask::NONE, Mask::CAUSAL].contains(&problem.mask);
         Ok(ProblemJob {

@@ -1,6 +1,6 @@
 //! The gate's `correct` step: are a kernel's results right on the device?
 //!
-//! The truth is computed on the host, so that no device memory ever holds it. Outputs are poisoned
+//! The expected output is computed on the host, so that no device memory ever holds it. Outputs are poisoned
 //! before every call and lie between guard zones. A copy of them is queued right behind the call:
 //! anything written after that copy is late, whoever writes it.
 
@@ -11,12 +11,12 @@ use testing::check::cases::standard;
 use testing::check::{Case, Contents};
 use testing::scene::{Call, Place};
 
-use super::{Broken, Outcome, Rule, failed};
+use super::{Outcome, Rejection, Rule, failed};
 use crate::Error;
+use crate::auxiliary_inputs::{AuxiliaryInputs, tensor_bytes};
 use crate::bench::families;
-use crate::given::{Given, tensor_bytes};
-use crate::subject::{Memory, Role, Subject, Tensors};
-use crate::verify::{POISON, Truth, Wrong};
+use crate::subject::{Memory, Subject, TensorRole, Tensors};
+use crate::verify::{ExpectedOutput, OutputError, POISON};
 
 /// The range of problems that a kernel claims to serve.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,7 +24,7 @@ pub struct Contract {
     /// Element, head dims, mask and scores; lengths and heads are chosen by the gate.
     pub model: Problem,
     /// The storages of sequences that the kernel serves.
-    pub storage: Stored,
+    pub storage: ServedStorage,
     /// Whether the kernel is meant for one or a few queries of each sequence (decode).
     pub few_queries: bool,
     /// Whether there are no more tiles than fit in one wave.
@@ -45,7 +45,7 @@ impl Contract {
     pub fn whole(model: Problem) -> Self {
         Contract {
             model,
-            storage: Stored::Equal,
+            storage: ServedStorage::Equal,
             few_queries: false,
             few_tiles: false,
             length_step: 1,
@@ -82,14 +82,14 @@ impl Contract {
         .enumerate()
         .flat_map(|(index, (batch, heads, kv_heads, queries, keys))| {
             let plain = problem(batch, heads, kv_heads, queries, keys);
-            self.stored(plain, index).into_iter().map(Case::new)
+            self.in_storages(plain, index).into_iter().map(Case::new)
         })
         .collect();
         // Every content that `flashcore check` knows.
         let mut seen = HashSet::from([Contents::Normal]);
         let standard = standard(self.model.dtype()).into_iter().map(|case| case.contents);
         for contents in standard.filter(|it| it.is_finite() && seen.insert(*it)) {
-            let problem = self.stored(problem(1, 2, 1, 200, 200), 0);
+            let problem = self.in_storages(problem(1, 2, 1, 200, 200), 0);
             cases.extend(problem.into_iter().map(|it| Case::new(it).with_contents(contents)));
         }
         cases.dedup();
@@ -101,7 +101,7 @@ impl Contract {
     }
 
     /// Returns a problem as it is, and in one of the storages that the contract allows, by turns.
-    fn stored(&self, plain: Problem, turn: usize) -> Vec<Problem> {
+    fn in_storages(&self, plain: Problem, turn: usize) -> Vec<Problem> {
         let Problem { batch, query_length, key_length, .. } = plain;
         let rows = |length: usize| Storage::Packed((batch * length).div_ceil(2).max(length));
         let lists = |turn: usize| Lists {
@@ -115,8 +115,8 @@ impl Contract {
             _ => Storage::Padded,
         };
         match self.storage {
-            Stored::Equal => vec![plain],
-            Stored::Ragged => {
+            ServedStorage::Equal => vec![plain],
+            ServedStorage::Ragged => {
                 let ragged = match turn % 3 {
                     0 => plain.clone().with_storage(rows(query_length), rows(key_length)),
                     1 => {
@@ -132,7 +132,7 @@ impl Contract {
                 };
                 vec![plain, ragged]
             }
-            Stored::Pages(step) => {
+            ServedStorage::Pages(step) => {
                 let size = step * [1, 2, 4][turn % 3];
                 let columns = key_length.div_ceil(size).max(1);
                 let pages = Storage::Paged { size, columns, pages: batch * columns + 1 };
@@ -161,9 +161,9 @@ impl Contract {
         }
         let Call { problem, ragged, .. } = Call::small(*kernel);
         let storage = match ragged.map(|it| it.key_place) {
-            None => Stored::Equal,
-            Some(Place::Paged(size)) => Stored::Pages(size),
-            Some(_) => Stored::Ragged,
+            None => ServedStorage::Equal,
+            Some(Place::Paged(size)) => ServedStorage::Pages(size),
+            Some(_) => ServedStorage::Ragged,
         };
         let few_queries = kernel.family() == "decode";
         let few_tiles = matches!(kernel, kernels::Configuration::Prefill(it) if it.single_tile);
@@ -180,19 +180,19 @@ impl Contract {
             (true, _) => (16, 1, 8192),
             // Few enough tiles for one wave.
             _ if self.few_tiles => (1, 64, 1024),
-            (false, Stored::Equal) => (1, 4096, 4096),
+            (false, ServedStorage::Equal) => (1, 4096, 4096),
             (false, _) => (4, 1024, 1024),
         };
         let round = |length: usize| length.next_multiple_of(self.length_step.max(1));
         problem.batch = batch;
         (problem.query_length, problem.key_length) = (round(queries), round(keys));
-        self.stored(problem.clone(), 0).pop().unwrap_or(problem)
+        self.in_storages(problem.clone(), 0).pop().unwrap_or(problem)
     }
 }
 
 /// Storages of sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stored {
+pub enum ServedStorage {
     /// Padded: a batch entry for each, all of the same length.
     Equal,
     /// Any storage but pages.
@@ -232,7 +232,7 @@ pub(super) struct CallMemory {
 }
 
 /// The tensors that a call writes.
-const WRITTEN: [Role; 2] = [Role::Output, Role::Lse];
+const WRITTEN: [TensorRole; 2] = [TensorRole::Output, TensorRole::Lse];
 
 impl CallMemory {
     pub(super) fn new(subject: &mut dyn Subject, problem: &Problem) -> Result<Self, Error> {
@@ -281,7 +281,7 @@ impl CallMemory {
         &self,
         subject: &mut dyn Subject,
         problem: &Problem,
-    ) -> Result<[Vec<u8>; 2], Broken> {
+    ) -> Result<[Vec<u8>; 2], Rejection> {
         // A result that is computed only when it is read is computed here, and then differs from
         // its copy.
         let settled: Vec<Vec<u8>> = WRITTEN
@@ -312,8 +312,8 @@ impl CallMemory {
     }
 
     /// Checks that the inputs and their guard zones are unchanged.
-    fn check_inputs(&self, subject: &mut dyn Subject, inputs: [&[u8]; 3]) -> Result<(), Broken> {
-        for (role, bytes) in Role::ALL.into_iter().zip(inputs) {
+    fn check_inputs(&self, subject: &mut dyn Subject, inputs: [&[u8]; 3]) -> Result<(), Rejection> {
+        for (role, bytes) in TensorRole::ALL.into_iter().zip(inputs) {
             let found = subject.read(self.tensors.at(role)).map_err(failed)?;
             let guard = [POISON; GUARD];
             let expected = [&guard[..], bytes, &guard[..]].concat();
@@ -333,14 +333,14 @@ pub(super) fn bytes_of(tensors: &InputTensors) -> [&[u8]; 3] {
 
 /// Runs one case twice, then with other contents in the same memory. Returns the share of the
 /// tolerance that was used.
-fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f64, Broken> {
+fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f64, Rejection> {
     let problem = &case.problem;
     subject.prepare(problem).map_err(failed)?;
     let memory = CallMemory::new(subject, problem).map_err(failed)?;
     let library = |error: flashcore::Error| failed(error.into());
     let first = case.tensors().map_err(library)?;
     let second = case.clone().with_seed(case.seed ^ 0x5EED).tensors().map_err(library)?;
-    let mut call = |tensors: &InputTensors, fresh: bool| -> Result<[Vec<u8>; 2], Broken> {
+    let mut call = |tensors: &InputTensors, fresh: bool| -> Result<[Vec<u8>; 2], Rejection> {
         if fresh {
             memory.write(subject, bytes_of(tensors)).map_err(failed)?;
         }
@@ -376,20 +376,18 @@ pub(super) fn judge(
     results: &[Vec<u8>; 2],
     seed: u64,
     before: Option<&[Vec<u8>; 2]>,
-) -> Result<f64, Broken> {
-    let given = Given::of(problem).map_err(failed)?;
-    let truth = Truth::of(problem, given.inputs(tensors), seed).map_err(failed)?;
+) -> Result<f64, Rejection> {
+    let auxiliary = AuxiliaryInputs::of(problem).map_err(failed)?;
+    let expected = ExpectedOutput::of(problem, auxiliary.inputs(tensors), seed).map_err(failed)?;
     let [output, lse] = results;
     // Without log-sum-exps of its own, a kernel is judged with the true ones.
-    let known = truth.true_lse(lse.len());
+    let known = expected.expected_lse(lse.len());
     let lse = if contract.lse { lse } else { &known };
-    match truth.judge(output, lse) {
-        Ok(verdict) => {
-            Ok(verdict.output.max_error / verdict.output.tolerance.max(f64::MIN_POSITIVE))
-        }
-        Err(Wrong::Holes { holes, values }) => Err((
+    match expected.judge(output, lse) {
+        Ok(verdict) => Ok(verdict.output.tolerance_used()),
+        Err(OutputError::Unwritten { unwritten, values }) => Err((
             Rule::Unwritten,
-            format!("{holes} of {values} values were never written or are NaN"),
+            format!("{unwritten} of {values} values were never written or are NaN"),
         )),
         Err(_) if before.is_some_and(|before| before[0] == *output) => Err((
             Rule::Remembered,

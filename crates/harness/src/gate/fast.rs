@@ -7,26 +7,68 @@
 
 use std::time::Instant;
 
-use flashcore::{InputTensors, Problem};
+use flashcore::gpu::Chip;
+use flashcore::{DType, InputTensors, Layout, Problem, Shape, Tensor};
 
-use super::correct::{CallMemory, Contract, bytes_of, judge};
-use super::{Broken, Outcome, Rule, failed};
-use crate::given::Given;
+use super::correct::{CallMemory, Contract, judge};
+use super::{Outcome, Rejection, Rule, failed};
+use crate::auxiliary_inputs::AuxiliaryInputs;
+use crate::bench::Candidate;
 use crate::statistics::{Difference, Random, median};
 use crate::subject::Subject;
 use crate::verify::{POISON, inputs};
 
 /// The requirements on a kernel's speed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pace {
+pub struct SpeedRequirement {
     /// The problem that is timed.
     pub problem: Problem,
-    /// The number of samples of each contestant.
+    /// The number of samples of the kernel and of the baseline.
     pub rounds: usize,
     /// The least speed, as a share of the baseline's.
     pub at_least: f64,
     /// The peak of the hardware in TFLOP/s, if it is known.
     pub peak_tflops: Option<f64>,
+}
+
+impl SpeedRequirement {
+    /// Rejects milliseconds in which the hardware cannot do the operations of visible scores.
+    pub(super) fn check_roofline(
+        &self,
+        visible_flops: f64,
+        milliseconds: f64,
+    ) -> Result<(), Rejection> {
+        let speed = visible_flops / milliseconds / 1e9;
+        match self.peak_tflops.filter(|peak| speed > *peak) {
+            None => Ok(()),
+            Some(peak) => {
+                let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
+                Err((Rule::AboveRoofline, reason))
+            }
+        }
+    }
+
+    /// Compares a kernel's samples with those of the baseline, and says how fast it is by the
+    /// published count of operations.
+    pub(super) fn compare(
+        &self,
+        own: &[f64],
+        others: &[f64],
+        baseline: &str,
+        flops: f64,
+    ) -> Result<String, Rejection> {
+        let Difference { ratio, noise } = Difference::between(own, others);
+        let text = format!(
+            "{ratio:.3} times the speed of {baseline}, within {:.1} %: {:.0} TFLOP/s on {}",
+            100.0 * noise,
+            flops / median(own) / 1e9,
+            self.problem
+        );
+        match ratio < self.at_least && (self.at_least / ratio).ln() > noise {
+            true => Err((Rule::Slow, format!("{text}; {:.3} is asked", self.at_least))),
+            false => Ok(text),
+        }
+    }
 }
 
 /// The least time of a call on contents seen before, as a share of the time on new ones. Caches are
@@ -39,15 +81,26 @@ const CONSTANT: f64 = 0.6;
 /// copies of the results are still under way.
 const BUSY: f64 = 20.0;
 
+/// Returns the candidate that a kernel must be as fast as where nobody names another: the scalar
+/// kernel if it serves the problem, otherwise what the planner chooses.
+pub fn default_baseline(chip: &Chip, problem: &Problem) -> Candidate {
+    let find = |name| Candidate::parse(name).expect("it is always there");
+    let scalar = find("scalar");
+    match scalar.plan(chip, problem) {
+        Ok(_) => scalar,
+        Err(_) => find("flashcore"),
+    }
+}
+
 /// Times a kernel against a baseline, in alternation.
 pub fn fast(
     subject: &mut dyn Subject,
     baseline: &mut dyn Subject,
     contract: &Contract,
-    pace: &Pace,
+    requirement: &SpeedRequirement,
     salt: u64,
 ) -> Outcome {
-    time(subject, baseline, contract, pace, salt).into()
+    time(subject, baseline, contract, requirement, salt).into()
 }
 
 /// The kernel or the baseline, ready to be timed.
@@ -59,10 +112,14 @@ struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    fn new(subject: &'a mut dyn Subject, problem: &Problem, given: &Given) -> Result<Self, Broken> {
+    fn new(
+        subject: &'a mut dyn Subject,
+        problem: &Problem,
+        auxiliary: &AuxiliaryInputs,
+    ) -> Result<Self, Rejection> {
         subject.prepare(problem).map_err(failed)?;
         let memory = CallMemory::new(subject, problem).map_err(failed)?;
-        let unused = given.unused_rows(problem) * problem.value_head_dim;
+        let unused = auxiliary.unused_rows(problem) * problem.value_head_dim;
         Ok(Runner { subject, memory, unused })
     }
 
@@ -71,7 +128,7 @@ impl<'a> Runner<'a> {
         &mut self,
         problem: &Problem,
         contents: Option<[&[u8]; 3]>,
-    ) -> Result<(f64, [Vec<u8>; 2]), Broken> {
+    ) -> Result<(f64, [Vec<u8>; 2]), Rejection> {
         let Runner { subject, memory, unused } = self;
         if let Some(contents) = contents {
             memory.write(*subject, contents).map_err(failed)?;
@@ -96,7 +153,7 @@ impl<'a> Runner<'a> {
                 ),
             ));
         }
-        let element = problem.dtype().bytes();
+        let element = problem.dtypes.output.bytes();
         let unwritten = |bytes: &[u8]| {
             let poison = |element: &&[u8]| element.iter().all(|byte| *byte == POISON);
             bytes.chunks_exact(element).filter(poison).count()
@@ -115,23 +172,23 @@ fn time(
     subject: &mut dyn Subject,
     baseline: &mut dyn Subject,
     contract: &Contract,
-    pace: &Pace,
+    requirement: &SpeedRequirement,
     salt: u64,
-) -> Result<String, Broken> {
-    let problem = &pace.problem;
+) -> Result<String, Rejection> {
+    let problem = &requirement.problem;
     let other = baseline.name();
     let mut random = Random::new(salt);
     let library = |error: flashcore::Error| failed(error.into());
     let base = InputTensors::random(problem, salt).map_err(library)?;
-    let given = Given::of(problem).map_err(failed)?;
-    let mut runner = Runner::new(subject, problem, &given)?;
-    let mut rival = Runner::new(baseline, problem, &given)?;
+    let auxiliary = AuxiliaryInputs::of(problem).map_err(failed)?;
+    let mut runner = Runner::new(subject, problem, &auxiliary)?;
+    let mut rival = Runner::new(baseline, problem, &auxiliary)?;
     let (mut own, mut others) = (Vec::new(), Vec::new());
-    let rounds = pace.rounds.max(3);
+    let rounds = requirement.rounds.max(3);
     let judged = random.below(rounds);
     let warm_up = 1;
     for round in 0..warm_up + rounds {
-        let contents = turned(&base, problem.dtype().bytes(), &mut random);
+        let contents = turned(&base, &mut random);
         let views = contents.each_ref().map(Vec::as_slice);
         let mut results = None;
         for place in 0..2 {
@@ -160,14 +217,9 @@ fn time(
         }
     }
     let usual = median(&own);
-    if let Some(peak) = pace.peak_tflops {
-        let speed = given.flops(problem, Problem::visible_flops) / usual / 1e9;
-        if speed > peak {
-            let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
-            return Err((Rule::AboveRoofline, reason));
-        }
-    }
-    let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Broken> {
+    let visible_flops = auxiliary.flops(problem, Problem::visible_flops);
+    requirement.check_roofline(visible_flops, usual)?;
+    let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Rejection> {
         let mut samples = Vec::new();
         for index in 0..4 {
             let (milliseconds, _) = runner.sample(problem, contents)?;
@@ -185,40 +237,57 @@ fn time(
         return Err((Rule::RemembersContents, reason));
     }
     for value in [0.0, 1.0] {
-        let constant = |shape| {
-            let layout = flashcore::Layout::contiguous(shape)?;
-            flashcore::Tensor::filled(problem.dtype(), layout, value)
+        let constant = |dtype: DType, shape: Shape| {
+            let tensor =
+                Layout::contiguous(shape).and_then(|layout| Tensor::filled(dtype, layout, value));
+            tensor.map_err(|error| library(error.into()))
         };
-        let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
-        let [query, key, value_tensor] = shapes.map(constant);
-        let wrap =
-            |result: Result<_, flashcore::TensorError>| result.map_err(|e| library(e.into()));
-        let (query, key, values) = (wrap(query)?, wrap(key)?, wrap(value_tensor)?);
+        let types = problem.dtypes;
+        let query = constant(types.query, problem.query_shape())?;
+        let key = constant(types.key, problem.key_shape())?;
+        let values = constant(types.value, problem.value_shape())?;
         let time = median_on(Some([query.bytes(), key.bytes(), values.bytes()]))?;
         if time < CONSTANT * usual {
             let reason = format!("{time:.4} ms where all inputs are {value}, else {usual:.4} ms");
             return Err((Rule::SkipsConstants, reason));
         }
     }
-    let Difference { ratio, noise } = Difference::between(&own, &others);
-    let text = format!(
-        "{ratio:.3} times the speed of {other}, within {:.1} %: {:.0} TFLOP/s on {problem}",
-        100.0 * noise,
-        given.flops(problem, Problem::flops) / usual / 1e9
-    );
-    if ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
-        return Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least)));
-    }
-    Ok(text)
+    requirement.compare(&own, &others, &other, auxiliary.flops(problem, Problem::flops))
 }
 
 /// Rotates the contents of tensors: contents that were never there, without drawing every number
 /// anew.
-fn turned(base: &InputTensors, element: usize, random: &mut Random) -> [Vec<u8>; 3] {
-    bytes_of(base).map(|bytes| {
-        let mut turned = bytes.to_vec();
-        let elements = bytes.len() / element;
+fn turned(base: &InputTensors, random: &mut Random) -> [Vec<u8>; 3] {
+    [&base.query, &base.key, &base.value].map(|tensor| {
+        let mut turned = tensor.bytes().to_vec();
+        let element = tensor.dtype().bytes();
+        let elements = turned.len() / element;
         turned.rotate_left(element * random.below(elements));
         turned
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The default baseline of every kernel that ships serves the problem that is timed.
+    #[test]
+    fn every_kernel_has_a_baseline() {
+        let mut names = std::collections::BTreeSet::new();
+        for kernel in kernels::shipped(ptx::Target::SM_90A) {
+            let Some(contract) = Contract::of(&kernel) else { continue };
+            let problem = contract.timed();
+            let baseline = default_baseline(&Chip::H200, &problem);
+            let plan = baseline.plan(&Chip::H200, &problem);
+            plan.unwrap_or_else(|reason| panic!("{}, {problem}: {reason}", kernel.name()));
+            names.insert(baseline.name);
+        }
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["flashcore", "scalar"]);
+        let of = |text: &str| default_baseline(&Chip::H200, &text.parse().unwrap()).name;
+        assert_eq!(of("h=16,s=4096,d=128,bf16"), "scalar");
+        assert_eq!(of("h=16,s=4096,d=128,e4m3"), "flashcore");
+        assert_eq!(of("b=4,h=16,s=1024,d=128,bf16,queries=packed:2048"), "flashcore");
+        assert_eq!(of("h=16,s=4096,d=128,bf16,backward"), "flashcore");
+    }
 }

@@ -31,14 +31,16 @@ use flashcore::gpu::Gpu;
 use ptx::Target;
 use serde::Deserialize;
 
-use super::statics::too_much_shared;
+use super::without_gpu::too_much_shared;
 use super::{Contract, Outcome, Rule};
 use crate::Error;
-use crate::subject::{Call, LaunchDescription, Launcher, Passed, Role, Source, plain_map};
+use crate::subject::{
+    Call, KernelArgument, LaunchDescription, Launcher, Source, TensorRole, plain_map,
+};
 
 /// A foreign kernel.
 #[derive(Debug, Clone)]
-pub struct Foreign {
+pub struct ForeignKernel {
     /// Its PTX.
     pub ptx: String,
     /// How it is launched.
@@ -113,9 +115,9 @@ impl Default for Number {
 #[serde(deny_unknown_fields, default)]
 pub struct ArgumentText {
     /// The address of a tensor.
-    pub tensor: Option<Role>,
+    pub tensor: Option<TensorRole>,
     /// A tensor map over (dim, length, heads, batch) of a tensor.
-    pub tensor_map: Option<Role>,
+    pub tensor_map: Option<TensorRole>,
     /// The box of the tensor map.
     #[serde(rename = "box")]
     pub extent: Vec<u32>,
@@ -148,7 +150,7 @@ pub fn names(problem: &Problem) -> Vec<(&'static str, f64)> {
     ]
 }
 
-impl Foreign {
+impl ForeignKernel {
     /// Reads PTX and its description.
     pub fn read(ptx: &Path, description: &Path) -> Result<Self, Error> {
         let what = description.display().to_string();
@@ -161,7 +163,7 @@ impl Foreign {
         )))?;
         let description: Description = serde_json::from_str(&text)
             .map_err(|error| malformed(format!("this describes no kernel: {error}")))?;
-        Foreign::new(program, description).map_err(malformed)
+        ForeignKernel::new(program, description).map_err(malformed)
     }
 
     /// A kernel and its description.
@@ -178,7 +180,7 @@ impl Foreign {
         if !(1..=MOST_STEP).contains(&contract.length_step) {
             return Err(format!("`length_step` is from 1 to {MOST_STEP}"));
         }
-        let foreign = Foreign { ptx, description, contract };
+        let foreign = ForeignKernel { ptx, description, contract };
         // Every expression must evaluate before anything is launched.
         for case in foreign.contract.cases() {
             foreign.describe(&case.problem)?;
@@ -218,7 +220,7 @@ impl Foreign {
                 return Err(format!("{what} is one of tensor, tensor_map, u32, u64, f32"));
             }
             if let Some(role) = text.tensor {
-                return Ok(Passed::Address { tensor: role });
+                return Ok(KernelArgument::Address { tensor: role });
             }
             if let Some(role) = text.tensor_map {
                 if text.extent.len() != 4 {
@@ -228,13 +230,15 @@ impl Foreign {
             }
             if let Some(number) = &text.u32 {
                 let value = whole(&what, number, f64::from(u32::MAX))? as u32;
-                return Ok(Passed::U32 { value });
+                return Ok(KernelArgument::U32 { value });
             }
             if let Some(number) = &text.u64 {
-                return Ok(Passed::U64 { value: whole(&what, number, 2f64.powi(53))? as u64 });
+                return Ok(KernelArgument::U64 {
+                    value: whole(&what, number, 2f64.powi(53))? as u64,
+                });
             }
             let number = text.f32.as_ref().expect("counted above");
-            Ok(Passed::F32 { value: value(&what, number)? as f32 })
+            Ok(KernelArgument::F32 { value: value(&what, number)? as f32 })
         };
         let arguments = self.description.arguments.iter().enumerate().map(argument);
         Ok(LaunchDescription {
@@ -259,8 +263,10 @@ impl Foreign {
             Err(reason) => return invalid(reason),
         };
         let sizes = launch.arguments.iter().map(|argument| match argument {
-            Passed::TensorMap { .. } => 128,
-            Passed::U32 { .. } | Passed::I32 { .. } | Passed::F32 { .. } => 4,
+            KernelArgument::TensorMap { .. } => 128,
+            KernelArgument::U32 { .. }
+            | KernelArgument::I32 { .. }
+            | KernelArgument::F32 { .. } => 4,
             _ => 8,
         });
         let described: Vec<u32> = sizes.collect();
@@ -291,7 +297,7 @@ impl Foreign {
     }
 }
 
-impl Source for Foreign {
+impl Source for ForeignKernel {
     fn name(&self) -> String {
         self.description.entry.clone()
     }

@@ -9,10 +9,10 @@ use flashcore::{Backend, GpuBackend, Problem, RunOptions};
 use kernels::Configuration;
 use testing::check::ExpectedGradients;
 
-use super::{Broken, Contract, Outcome, Pace, Rule, failed};
+use super::{Contract, Outcome, Rejection, Rule, SpeedRequirement, failed};
 use crate::bench::Candidate;
-use crate::profile::Table;
-use crate::statistics::{Difference, median};
+use crate::profile::CallTimer;
+use crate::statistics::median;
 use crate::{Error, open_gpu};
 
 /// Runs every case of a contract. `salt` makes the contents new from run to run.
@@ -20,7 +20,7 @@ pub fn correct_gradients(kernel: &Configuration, contract: &Contract, salt: u64)
     run(kernel, contract, salt).into()
 }
 
-fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String, Broken> {
+fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String, Rejection> {
     let gpu = open_gpu().map_err(|error| failed(error.into()))?;
     let chip = gpu.chip();
     let backend = GpuBackend::new(Arc::new(gpu));
@@ -43,7 +43,7 @@ fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String,
             return Err((rule, format!("{case}: {outcome}")));
         }
         for (_, it) in &outcome.verdict.comparisons {
-            used = used.max(it.max_error / it.tolerance.max(f64::MIN_POSITIVE));
+            used = used.max(it.tolerance_used());
         }
     }
     Ok(format!(
@@ -55,57 +55,45 @@ fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String,
 }
 
 /// Times a kernel for gradients against a baseline, in alternation.
-pub fn fast_gradients(gpu: &Gpu, kernel: &Candidate, baseline: &Candidate, pace: &Pace) -> Outcome {
-    time(gpu, kernel, baseline, pace).into()
+pub fn fast_gradients(
+    gpu: &Gpu,
+    kernel: &Candidate,
+    baseline: &Candidate,
+    requirement: &SpeedRequirement,
+) -> Outcome {
+    time(gpu, kernel, baseline, requirement).into()
 }
 
 fn time(
     gpu: &Gpu,
     kernel: &Candidate,
     baseline: &Candidate,
-    pace: &Pace,
-) -> Result<String, Broken> {
-    let problem = &pace.problem;
-    let table = Table::new(gpu, problem).map_err(failed)?;
+    requirement: &SpeedRequirement,
+) -> Result<String, Rejection> {
+    let problem = &requirement.problem;
+    let timer = CallTimer::new(gpu, problem).map_err(failed)?;
     let mut both = [
         kernel.ready(gpu, problem).map_err(failed)?,
         baseline.ready(gpu, problem).map_err(failed)?,
     ];
     let mut samples = [Vec::new(), Vec::new()];
     let warm_up = 1;
-    for round in 0..warm_up + pace.rounds.max(3) {
+    for round in 0..warm_up + requirement.rounds.max(3) {
         for place in 0..2 {
             let index = (place + round) % 2;
-            let milliseconds = table.sample(gpu, &mut both[index]).map_err(failed)?;
+            let milliseconds = timer.sample(gpu, &mut both[index]).map_err(failed)?;
             if round >= warm_up {
                 samples[index].push(milliseconds);
             }
         }
     }
     let [own, others] = &samples;
-    let speed = |flops: f64| flops / median(own) / 1e9;
-    if let Some(peak) = pace.peak_tflops
-        && speed(problem.visible_flops()) > peak
-    {
-        let found = speed(problem.visible_flops());
-        let reason = format!("{found:.0} TFLOP/s, and the hardware has {peak:.0}");
-        return Err((Rule::AboveRoofline, reason));
-    }
-    let Difference { ratio, noise } = Difference::between(own, others);
-    let text = format!(
-        "{ratio:.3} times the speed of {}, within {:.1} %: {:.0} TFLOP/s on {problem}",
-        baseline.name,
-        100.0 * noise,
-        speed(problem.flops())
-    );
-    match ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
-        true => Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least))),
-        false => Ok(text),
-    }
+    requirement.check_roofline(problem.visible_flops(), median(own))?;
+    requirement.compare(own, others, &baseline.name, problem.flops())
 }
 
 /// Launches one call on random tensors and nothing else, for profilers.
 pub fn once_gradients(gpu: &Gpu, kernel: &Candidate, problem: &Problem) -> Result<(), Error> {
-    let table = Table::new(gpu, problem)?;
-    table.sample(gpu, &mut kernel.ready(gpu, problem)?).map(|_| ())
+    let timer = CallTimer::new(gpu, problem)?;
+    timer.sample(gpu, &mut kernel.ready(gpu, problem)?).map(|_| ())
 }

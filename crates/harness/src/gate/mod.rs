@@ -17,14 +17,14 @@ mod counters;
 mod fast;
 pub mod foreign;
 mod gradients;
-mod statics;
+mod without_gpu;
 
-pub use correct::{Contract, Stored, correct};
+pub use correct::{Contract, ServedStorage, correct};
 pub use counters::{METRICS, Threshold, Thresholds, counters, ncu_command};
-pub use fast::{Pace, fast};
-pub use foreign::Foreign;
+pub use fast::{SpeedRequirement, default_baseline, fast};
+pub use foreign::ForeignKernel;
 pub use gradients::{correct_gradients, fast_gradients, once_gradients};
-pub use statics::{Own, assemble, simulate, validate};
+pub use without_gpu::{OwnKernel, assemble, simulate, validate};
 
 use std::fmt;
 
@@ -111,7 +111,7 @@ pub enum Rule {
     Hazard,
     /// More bank conflicts than allowed.
     BankConflicts,
-    /// A value is further from the truth than the rule allows.
+    /// A value is further from the reference than the rule allows.
     Wrong,
     /// A part of the output was never written.
     Unwritten,
@@ -208,10 +208,10 @@ impl Outcome {
 }
 
 /// A rejection on its way out of a step.
-type Broken = (Rule, String);
+type Rejection = (Rule, String);
 
-impl From<Result<String, Broken>> for Outcome {
-    fn from(result: Result<String, Broken>) -> Self {
+impl From<Result<String, Rejection>> for Outcome {
+    fn from(result: Result<String, Rejection>) -> Self {
         match result {
             Ok(found) => Outcome::accept(found),
             Err((rule, reason)) => Outcome::reject(rule, reason),
@@ -220,6 +220,6 @@ impl From<Result<String, Broken>> for Outcome {
 }
 
 /// A failure to run is a rejection: what cannot be run cannot be accepted.
-fn failed(error: crate::Error) -> Broken {
+fn failed(error: crate::Error) -> Rejection {
     (Rule::Failed, error.to_string())
 }

@@ -1,6 +1,6 @@
 //! The plots: speed, ratio to the best peer, roofline, spread. Each is one SVG document.
 
-use flashcore::{Mask, Problem};
+use flashcore::{DType, Mask, Problem};
 
 use super::svg::{Anchor, Drawing, FAINT, GRID, INK};
 use super::{Cache, Cell, Results};
@@ -161,11 +161,11 @@ pub fn ratios(results: &Results) -> String {
     const FIELD: [f64; 2] = [84.0, 34.0];
     const LEFT: f64 = 210.0;
     let (groups, cache) = (groups(results), results.shown_cache());
-    let subject = results.subject().unwrap_or_default();
+    let our_candidate = results.our_candidate().unwrap_or_default();
     let columns = groups.iter().map(|group| group.cells.len()).max().unwrap_or(0);
     let width = (LEFT + columns as f64 * FIELD[0] + 20.0).max(520.0);
     let mut drawing = Drawing::new(width, groups.len() as f64 * FIELD[1] + 76.0);
-    let heading = format!("{subject}: speed over that of the best peer");
+    let heading = format!("{our_candidate}: speed over that of the best peer");
     drawing.heading([16.0, 26.0], 16.0, &heading);
     // Groups of the same lengths share a heading.
     let mut before: Vec<&str> = Vec::new();
@@ -180,7 +180,7 @@ pub fn ratios(results: &Results) -> String {
                 let at = [x + FIELD[0] / 2.0 - 2.0, upper - 8.0];
                 drawing.text(at, Anchor::Middle, 11.0, FAINT, label);
             }
-            let Some(ratio) = results.ratio(cell, subject, cache) else { continue };
+            let Some(ratio) = results.ratio(cell, our_candidate, cache) else { continue };
             let text = if labels == before || row == 0 {
                 format!("{:.2}", ratio.ratio)
             } else {
@@ -216,7 +216,7 @@ fn diverging(ratio: f64) -> String {
 /// Speed by operations per byte, under what the hardware can do.
 pub fn roofline(results: &Results) -> Option<String> {
     let gpu = results.provenance.gpu.as_ref()?;
-    let (peak, bandwidth) = (gpu.peak_tflops(), gpu.memory_bandwidth());
+    let (peak, bandwidth) = (gpu.peak_tflops(DType::BF16), gpu.memory_bandwidth());
     let cache = results.shown_cache();
     const SIZE: [f64; 2] = [680.0, 380.0];
     let (left, upper) = (56.0, 56.0);

@@ -13,15 +13,15 @@ use crate::statistics::median;
 pub struct Change {
     /// The problem.
     pub problem: String,
-    /// Who.
+    /// The candidate.
     pub candidate: String,
     /// The state of the caches.
     pub cache: Cache,
     /// Milliseconds in the first run and in the second.
     pub milliseconds: [f64; 2],
-    /// The speed of the second over that of the first, drift taken out.
+    /// The speed of the second over that of the first, without the drift.
     pub speedup: f64,
-    /// What that may be off by.
+    /// The noise of the ratio.
     pub noise: f64,
     /// Whether it is more than noise.
     pub real: bool,
@@ -34,7 +34,7 @@ pub struct Comparison {
     pub drift: f64,
     /// How many measurements of peers that is the median of.
     pub anchors: usize,
-    /// Every measurement that both runs have, except those of the peers that are the measure.
+    /// Every measurement that both runs have, except those of the peers that define the drift.
     pub changes: Vec<Change>,
     /// Why the two runs should not be compared lightly.
     pub warnings: Vec<String>,

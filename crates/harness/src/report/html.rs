@@ -1,4 +1,4 @@
-//! One page with everything, that needs nothing else: mail it.
+//! The report as one self-contained HTML page.
 
 use std::fmt::Write;
 
@@ -69,9 +69,9 @@ fn lead(results: &Results) -> String {
         return how;
     }
     let numbers = || ratios.iter().map(|(_, ratio)| ratio.ratio);
-    let subject = results.subject().unwrap_or_default();
+    let our_candidate = results.our_candidate().unwrap_or_default();
     format!(
-        "{subject} is {:.3} times as fast as the best peer in the geometric mean of {} problems \
+        "{our_candidate} is {:.3} times as fast as the best peer in the geometric mean of {} problems \
          ({:.3} to {:.3}). {how}",
         geometric_mean(numbers()),
         ratios.len(),
@@ -81,10 +81,10 @@ fn lead(results: &Results) -> String {
 }
 
 fn trouble(body: &mut String, results: &Results) {
-    let wrong = results.wrong().into_iter().map(|it| format!("Wrong output: {it}"));
-    let unbelievable = results.unbelievable().into_iter();
-    let unbelievable = unbelievable.map(|it| format!("Above the roofline, not believed: {it}"));
-    let all: Vec<String> = wrong.chain(unbelievable).collect();
+    let wrong = results.wrong_outputs().into_iter().map(|it| format!("Wrong output: {it}"));
+    let above_roofline = results.above_roofline().into_iter();
+    let above_roofline = above_roofline.map(|it| format!("Above the roofline, not believed: {it}"));
+    let all: Vec<String> = wrong.chain(above_roofline).collect();
     if all.is_empty() {
         return;
     }
@@ -127,10 +127,11 @@ fn table(body: &mut String, results: &Results) {
                 "<td{class}>{speed:.0} <span class=\"noise\">± {noise:.1} %</span></td>"
             );
         }
-        let subject = results.subject().unwrap_or_default();
-        let ratio = results.ratio(cell, subject, cache);
+        let our_candidate = results.our_candidate().unwrap_or_default();
+        let ratio = results.ratio(cell, our_candidate, cache);
         let ratio = ratio.map_or("-".to_owned(), |it| format!("{:.3}", it.ratio));
-        let kernel = cell.find(subject, cache).and_then(|it| it.kernel.clone()).unwrap_or_default();
+        let kernel =
+            cell.find(our_candidate, cache).and_then(|it| it.kernel.clone()).unwrap_or_default();
         let _ = writeln!(body, "<td>{ratio}</td><td class=\"noise\">{}</td></tr>", escape(&kernel));
     }
     body.push_str("</table>\n");

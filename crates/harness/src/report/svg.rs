@@ -1,4 +1,4 @@
-//! Just enough SVG.
+//! A small SVG writer.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ pub(crate) struct Drawing {
     body: String,
 }
 
-/// Where a text hangs from its point.
+/// The alignment of a text at its point.
 #[derive(Clone, Copy)]
 pub(crate) enum Anchor {
     Start,
@@ -50,7 +50,7 @@ impl Drawing {
         );
     }
 
-    /// A dot, with what to say about it when pointed at.
+    /// A dot with a tooltip.
     pub(crate) fn dot(&mut self, [x, y]: [f64; 2], radius: f64, colour: &str, title: &str) {
         let title = escape(title);
         let _ = writeln!(
@@ -129,7 +129,7 @@ impl Drawing {
     }
 }
 
-/// Text that means itself in XML.
+/// Escapes text for XML.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,4 +1,4 @@
-//! Links between GPUs, and what it takes to send over them.
+//! Links between GPUs, and the time of transfers over them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,17 +7,17 @@ use serde::Serialize;
 
 use crate::Error;
 
-/// A way from one GPU to another.
+/// A link from one GPU to another.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Link {
-    /// GB/s that one GPU sends, and at the same time receives.
+    /// Bandwidth of one GPU in each direction, in GB/s.
     pub gigabytes_per_second: f64,
-    /// Microseconds until the first byte of a message is there.
+    /// Latency: microseconds until the first byte of a message arrives.
     pub latency_microseconds: f64,
 }
 
-/// Links by name: four fifths of the published rate in one direction. Both numbers are assumptions, and not
-/// measured here: what `nccl-tests` says of a cluster is better.
+/// Links by name, at four fifths of the published rate in one direction. Both numbers are
+/// assumptions and were not measured here; measurements of a cluster by `nccl-tests` are better.
 pub const NAMED: [(&str, Link); 6] = [
     ("nvlink4", Link { gigabytes_per_second: 360.0, latency_microseconds: 3.0 }),
     ("nvlink5", Link { gigabytes_per_second: 720.0, latency_microseconds: 3.0 }),
@@ -60,7 +60,8 @@ impl fmt::Display for Link {
     }
 }
 
-/// GPUs in nodes, numbered node by node. Every GPU has a link of its own to its node, and one out of it.
+/// GPUs in nodes, numbered node by node. Every GPU has its own link within the node, and its own
+/// link to other nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cluster {
     /// GPUs of a node.
@@ -71,11 +72,12 @@ pub struct Cluster {
     pub between: Link,
 }
 
-/// Others that a rank exchanges messages with at a time: each such group waits for the first byte once.
-const AT_A_TIME: usize = 8;
+/// The number of peers that a rank exchanges messages with at a time: each such group pays the
+/// latency once.
+const CONCURRENT_MESSAGES: usize = 8;
 
-/// What a rank exchanges in one go: bytes and messages within its node, and beyond it. Sending and
-/// receiving go on at the same time, so that the larger of both counts.
+/// The bytes and messages that a rank exchanges in one phase, within its node and with other nodes.
+/// Links are full duplex, so that the larger of sending and receiving counts.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Traffic {
     inside: [u64; 2],
@@ -83,7 +85,7 @@ pub struct Traffic {
 }
 
 impl Cluster {
-    /// A cluster, if GPUs can be in it.
+    /// Checks that a node has GPUs.
     pub fn new(node: usize, inside: Link, between: Link) -> Result<Self, Error> {
         match node {
             0 => Err(Error::Impossible("a node has one GPU at least".to_owned())),
@@ -99,10 +101,10 @@ impl Cluster {
         way[1] += 1;
     }
 
-    /// Milliseconds of messages that all go at once.
+    /// Milliseconds of messages that are sent concurrently.
     pub fn milliseconds(&self, traffic: &Traffic) -> f64 {
         let way = |link: Link, [bytes, messages]: [u64; 2]| {
-            let waits = messages.div_ceil(AT_A_TIME as u64) as f64;
+            let waits = messages.div_ceil(CONCURRENT_MESSAGES as u64) as f64;
             waits * link.latency_microseconds / 1e3 + bytes as f64 / link.gigabytes_per_second / 1e6
         };
         way(self.inside, traffic.inside).max(way(self.between, traffic.between))

@@ -2,10 +2,10 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | [`times`] | what kernels take on one GPU: measured, and in between |
-//! | [`links`] | what it takes to send over links |
-//! | [`overlap`] | communication behind computation |
-//! | `work` | what a rank computes, sends and keeps |
+//! | [`times`] | kernel times on one GPU: measured, and interpolated |
+//! | [`links`] | transfer times over links |
+//! | [`overlap`] | overlap of communication and computation |
+//! | `work` | the computation, transfers and memory of a rank |
 //! | `plot` | predictions as a drawing |
 //! | this one | predictions, and which variant to use |
 //!
@@ -28,7 +28,7 @@ use serde::{Serialize, Serializer};
 
 use crate::Error;
 use links::Cluster;
-use overlap::Span;
+use overlap::PassTime;
 use times::Times;
 
 /// The longest sequence.
@@ -36,12 +36,12 @@ pub const LONGEST: usize = 10 << 20;
 /// The most ranks.
 pub const MOST_RANKS: usize = 1024;
 /// Variants whose times differ by less are as good as each other.
-const ALIKE: f64 = 0.02;
+const TIE_TOLERANCE: f64 = 0.02;
 /// The number of ranks that are simulated. With a causal mask in zig-zag order all ranks have the
 /// same work, and under a window those in the middle do.
-const LOOKED_AT: usize = 6;
+const SIMULATED_RANKS: usize = 6;
 
-/// What is predicted from.
+/// The assumptions of a prediction.
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// Kernel times.
@@ -54,16 +54,16 @@ pub struct Setting {
     pub backward: bool,
 }
 
-/// How the work is spread.
+/// How attention is distributed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
-    /// Keys and values travel, one rank's after the other.
+    /// Keys and values are passed around a ring.
     Ring,
-    /// Everybody gets all keys and values.
+    /// Every rank gathers all keys and values.
     AllGather,
-    /// Heads are exchanged for rows.
+    /// An all-to-all exchanges heads for rows (Ulysses).
     AllToAll,
-    /// Heads are exchanged between nodes, keys travel within.
+    /// All-to-all between nodes, ring within a node.
     Hybrid,
 }
 
@@ -105,7 +105,7 @@ impl Serialize for Variant {
     }
 }
 
-/// What a variant comes to, for the slowest rank.
+/// The prediction for a variant, of the slowest rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Prediction {
     /// The problem, over all ranks.
@@ -114,12 +114,12 @@ pub struct Prediction {
     pub ranks: usize,
     /// How the work is spread.
     pub variant: Variant,
-    /// Between how many groups of ranks heads are exchanged; keys travel within one.
+    /// The number of groups of ranks that exchange heads; keys are exchanged within a group.
     pub groups: usize,
     /// The forward pass.
-    pub forward: Span,
-    /// Gradients, where they are asked for.
-    pub backward: Option<Span>,
+    pub forward: PassTime,
+    /// The backward pass, if it is predicted.
+    pub backward: Option<PassTime>,
     /// Both.
     #[serde(rename = "total_ms")]
     pub total: f64,
@@ -127,11 +127,11 @@ pub struct Prediction {
     pub overlap: f64,
     /// One GPU's time over that of all ranks together.
     pub efficiency: f64,
-    /// What a rank sends.
+    /// Bytes that a rank sends.
     pub sent_bytes: u64,
-    /// What a rank needs at its peak.
+    /// Peak memory of a rank, in bytes.
     pub memory_bytes: u64,
-    /// Whether a GPU has as much.
+    /// Whether that fits into a GPU's memory.
     pub fits: bool,
 }
 
@@ -162,13 +162,13 @@ pub struct Choice {
     pub problem: String,
     /// How many ranks there are.
     pub ranks: usize,
-    /// The variant; nothing where none is possible.
+    /// The variant; None if none is possible.
     pub variant: Option<Variant>,
     /// Why.
     pub reason: String,
 }
 
-/// An error if a problem is none that is spread over ranks.
+/// Checks that a problem can be distributed over ranks.
 pub fn check(problem: &Problem, ranks: usize) -> Result<(), Error> {
     let refuse = |reason: String| Err(Error::Impossible(reason));
     problem.validate().map_err(flashcore::Error::from)?;
@@ -198,8 +198,8 @@ pub fn check(problem: &Problem, ranks: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The distribution of a variant.
-fn distribution(
+/// Returns the distribution of a problem over ranks by a variant.
+fn distribute(
     problem: &Problem,
     ranks: usize,
     variant: Variant,
@@ -227,8 +227,8 @@ fn distribution(
         .map_err(|error| error.to_string())
 }
 
-/// Between how many groups of whole nodes heads are exchanged: as many as there are nodes, or as many as
-/// heads can be shared out to.
+/// The number of groups of whole nodes that exchange heads: the largest one that divides both the
+/// nodes and the heads.
 fn groups(heads: usize, ranks: usize, node: usize) -> Result<usize, String> {
     let nodes = ranks / node;
     if nodes < 2 || !ranks.is_multiple_of(node) {
@@ -239,7 +239,7 @@ fn groups(heads: usize, ranks: usize, node: usize) -> Result<usize, String> {
     most.ok_or_else(|| format!("{heads} heads cannot be shared out to some of {nodes} nodes"))
 }
 
-/// Predicts one variant. The reason comes back, where it cannot be.
+/// Predicts one variant, or returns why it is not possible.
 pub fn predict(
     setting: &Setting,
     problem: &Problem,
@@ -247,8 +247,8 @@ pub fn predict(
     variant: Variant,
 ) -> Result<Result<Prediction, Refusal>, Error> {
     check(problem, ranks)?;
-    let of = match distribution(problem, ranks, variant, setting.cluster.node) {
-        Ok(of) => of,
+    let distribution = match distribute(problem, ranks, variant, setting.cluster.node) {
+        Ok(distribution) => distribution,
         Err(reason) => {
             return Ok(Err(Refusal { problem: problem.text(), ranks, variant, reason }));
         }
@@ -260,9 +260,9 @@ pub fn predict(
         let mut whole = problem.clone();
         whole.pass = *pass;
         alone += setting.times.milliseconds(&whole)?;
-        let mut span = Span::default();
-        for rank in looked_at(ranks) {
-            let found = Span::of(&work::stages(setting, problem, &of, rank, *pass)?);
+        let mut span = PassTime::default();
+        for rank in simulated_ranks(ranks) {
+            let found = PassTime::of(&work::stages(setting, problem, &distribution, rank, *pass)?);
             if found.total > span.total {
                 span = found;
             }
@@ -272,18 +272,18 @@ pub fn predict(
     let total: f64 = slowest.iter().map(|it| it.total).sum();
     let transfer: f64 = slowest.iter().map(|it| it.transfer).sum();
     let compute: f64 = slowest.iter().map(|it| it.compute).sum();
-    let memory = |rank| work::memory(problem, &of, rank, setting.backward);
-    let memory_bytes = looked_at(ranks).map(memory).max().unwrap_or(0);
-    let sent = of.sent(0);
+    let memory = |rank| work::memory(problem, &distribution, rank, setting.backward);
+    let memory_bytes = simulated_ranks(ranks).map(memory).max().unwrap_or(0);
+    let sent = distribution.sent(0);
     Ok(Ok(Prediction {
         problem: problem.text(),
         ranks,
         variant,
-        groups: of.nodes(),
+        groups: distribution.nodes(),
         forward: slowest[0],
         backward: slowest.get(1).copied(),
         total,
-        overlap: Span { total, compute, transfer }.overlap(),
+        overlap: PassTime { total, compute, transfer }.overlap(),
         efficiency: alone / ranks as f64 / total,
         sent_bytes: sent.forward + if setting.backward { sent.backward } else { 0 },
         memory_bytes,
@@ -291,13 +291,13 @@ pub fn predict(
     }))
 }
 
-/// Some ranks, the first, the last and those in the middle among them.
-fn looked_at(ranks: usize) -> impl Iterator<Item = usize> {
-    let count = ranks.min(LOOKED_AT);
+/// Evenly spaced ranks, with the first and the last.
+fn simulated_ranks(ranks: usize) -> impl Iterator<Item = usize> {
+    let count = ranks.min(SIMULATED_RANKS);
     (0..count).map(move |index| index * (ranks - 1) / (count - 1).max(1))
 }
 
-/// Which of the variants of one problem over as many ranks to use, and why.
+/// Chooses one of the variants of a problem over a number of ranks.
 pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Choice {
     let choice = |variant, reason| Choice { problem: problem.text(), ranks, variant, reason };
     let mut fitting: Vec<&Prediction> = predictions.iter().filter(|it| it.fits).collect();
@@ -306,7 +306,7 @@ pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Ch
         let reason = "none of them fits into the memory of a GPU";
         return choice(None, reason.to_owned());
     };
-    let alike = fitting.iter().filter(|it| it.total <= (1.0 + ALIKE) * fastest.total);
+    let alike = fitting.iter().filter(|it| it.total <= (1.0 + TIE_TOLERANCE) * fastest.total);
     let best = alike.min_by_key(|it| it.memory_bytes).unwrap_or(fastest);
     let others = fitting.iter().filter(|it| it.variant != best.variant);
     let next = others.min_by(|a, b| a.total.total_cmp(&b.total));
@@ -319,7 +319,7 @@ pub fn choose(problem: &Problem, ranks: usize, predictions: &[Prediction]) -> Ch
     let beside = match next {
         None => "the only one that is possible".to_owned(),
         Some(next) => match next.total / best.total - 1.0 {
-            more if more.abs() <= ALIKE => {
+            more if more.abs() <= TIE_TOLERANCE => {
                 format!("as fast as {}, with less memory", next.variant)
             }
             more => format!("{} takes {:.0} % longer", next.variant, 100.0 * more),

@@ -10,45 +10,45 @@
 
 use serde::Serialize;
 
-/// What goes on at the same time, in milliseconds.
+/// Computation and transfer that overlap, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Stage {
-    /// Kernels.
+    /// Time of the kernels.
     pub compute: f64,
-    /// Links.
+    /// Time of the transfers.
     pub transfer: f64,
 }
 
 impl Stage {
-    /// Kernels alone.
+    /// A stage without transfers.
     pub fn compute(compute: f64) -> Self {
         Stage { compute, transfer: 0.0 }
     }
 
-    /// Links alone.
+    /// A stage without kernels.
     pub fn transfer(transfer: f64) -> Self {
         Stage { compute: 0.0, transfer }
     }
 }
 
-/// What stages come to, in milliseconds.
+/// The time of a pass, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
-pub struct Span {
-    /// From the first to the last.
+pub struct PassTime {
+    /// From the beginning of the first stage to the end of the last.
     #[serde(rename = "total_ms")]
     pub total: f64,
-    /// Of it, kernels.
+    /// Time of the kernels.
     #[serde(rename = "compute_ms")]
     pub compute: f64,
-    /// Links, whether or not a kernel runs at the same time.
+    /// Time of the transfers, overlapped or not.
     #[serde(rename = "transfer_ms")]
     pub transfer: f64,
 }
 
-impl Span {
-    /// Of stages one after the other.
+impl PassTime {
+    /// Adds up stages.
     pub fn of(stages: &[Stage]) -> Self {
-        let mut span = Span::default();
+        let mut span = PassTime::default();
         for stage in stages {
             span.total += stage.compute.max(stage.transfer);
             span.compute += stage.compute;
@@ -57,17 +57,17 @@ impl Span {
         span
     }
 
-    /// The share of the transfers that kernels hide; all of none.
+    /// The share of the transfers that kernels hide; 1 if there are none.
     pub fn overlap(&self) -> f64 {
         match self.transfer > 0.0 {
-            // Rounding may leave a little less than nothing.
+            // Rounding may make the difference slightly negative.
             true => (1.0 - (self.total - self.compute) / self.transfer).max(0.0),
             false => 1.0,
         }
     }
 }
 
-/// Ranks, one event after the other: what [`Span::of`] is checked with. Nothing is shared with it.
+/// An event simulation of ranks, which [`PassTime::of`] is tested against; they share no code.
 #[cfg(test)]
 pub(super) mod events {
     use std::cmp::Reverse;
@@ -160,11 +160,11 @@ mod tests {
     #[test]
     fn the_longer_of_both_counts() {
         let stages = [Stage { compute: 2.0, transfer: 1.0 }, Stage { compute: 1.0, transfer: 3.0 }];
-        let span = Span::of(&stages);
+        let span = PassTime::of(&stages);
         assert_eq!((span.total, span.compute, span.transfer), (5.0, 3.0, 4.0));
         assert_eq!(span.overlap(), 0.5);
-        assert_eq!(Span::of(&[Stage::compute(2.0)]).overlap(), 1.0);
-        assert_eq!(Span::of(&[Stage::transfer(2.0), Stage::compute(9.0)]).overlap(), 0.0);
+        assert_eq!(PassTime::of(&[Stage::compute(2.0)]).overlap(), 1.0);
+        assert_eq!(PassTime::of(&[Stage::transfer(2.0), Stage::compute(9.0)]).overlap(), 0.0);
     }
 
     proptest! {
@@ -184,7 +184,7 @@ mod tests {
                 };
                 compute.iter().zip(&slow).map(stage).collect()
             }).collect();
-            let (form, simulated) = (Span::of(&ranks[0]).total, events::simulate(&ranks));
+            let (form, simulated) = (PassTime::of(&ranks[0]).total, events::simulate(&ranks));
             prop_assert!((form - simulated).abs() < 1e-4, "{form} and {simulated}");
         }
 
@@ -201,7 +201,7 @@ mod tests {
                 pairs.map(|(compute, transfer)| Stage { compute: *compute, transfer: *transfer }).collect()
             };
             let ranks: Vec<_> = compute.iter().zip(&transfer).map(|(c, t)| stages(c, t)).collect();
-            let slowest = ranks.iter().map(|it| Span::of(it).total).fold(0.0, f64::max);
+            let slowest = ranks.iter().map(|it| PassTime::of(it).total).fold(0.0, f64::max);
             let lockstep: Vec<Stage> = (0..ranks[0].len())
                 .map(|step| Stage {
                     compute: ranks.iter().map(|it| it[step].compute).fold(0.0, f64::max),
@@ -210,7 +210,7 @@ mod tests {
                 .collect();
             let simulated = events::simulate(&ranks);
             prop_assert!(simulated > slowest - 1e-4, "{simulated} before {slowest}");
-            prop_assert!(simulated < Span::of(&lockstep).total + 1e-4);
+            prop_assert!(simulated < PassTime::of(&lockstep).total + 1e-4);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Predictions as a drawing: time by ranks, a panel for each length.
+//! A plot of predictions: time over ranks, a panel for each length.
 
 use super::{Prediction, Variant};
 use crate::report::svg::{Anchor, Drawing, FAINT, GRID, INK};
@@ -14,8 +14,8 @@ fn colour(variant: Variant) -> &'static str {
     }
 }
 
-/// Milliseconds of both passes by ranks, both by powers. Hollow dots are what does not fit into memory, and
-/// the dashed line is one GPU's time divided by the ranks.
+/// Milliseconds of both passes over ranks, on logarithmic axes. Hollow dots do not fit into memory;
+/// the dashed line is ideal scaling, one GPU's time divided by the ranks.
 pub fn plot(predictions: &[Prediction]) -> String {
     let mut problems: Vec<&str> = predictions.iter().map(|it| it.problem.as_str()).collect();
     problems.dedup();

@@ -32,7 +32,7 @@ const EMBEDDED: &str = include_str!("h200.txt");
 /// Rows of the smallest call.
 const SMALLEST: usize = 128;
 /// The number of waves from which on a problem is part of a curve.
-const FULL: f64 = 7.0;
+const MIN_WAVES: f64 = 7.0;
 
 /// Rows of a tile of the kernels that serve a problem: queries, or keys for gradients.
 fn tile(problem: &Problem) -> usize {
@@ -103,12 +103,12 @@ struct Work {
     rows: f64,
     /// The mean number of keys that a row sees.
     keys: f64,
-    /// Tiles for each multiprocessor: waves.
-    rounds: f64,
+    /// Waves: tiles for each multiprocessor.
+    waves: f64,
     /// The factor by which idle multiprocessors and padding rows lengthen the ideal time.
     idle: f64,
-    /// Rows of the longest tile, were every multiprocessor to have one, and what they see. Where tiles are
-    /// alike it takes no longer than the others.
+    /// The rows of a wave of the longest tiles, and the keys that such a row sees. None if all tiles
+    /// take equally long.
     longest: Option<[f64; 2]>,
 }
 
@@ -124,23 +124,30 @@ impl Work {
         let rows = heads * shared as f64 * length as f64;
         let keys = problem.visible_pairs() as f64 / rows;
         let tile = tile(problem);
-        let rounds = heads * length.div_ceil(tile) as f64 / f64::from(multiprocessors);
-        let round = tile as f64 * shared as f64 * f64::from(multiprocessors);
+        let waves = heads * length.div_ceil(tile) as f64 / f64::from(multiprocessors);
+        let wave_rows = tile as f64 * shared as f64 * f64::from(multiprocessors);
         if mask == Mask::NONE {
-            return Work { rows, keys, rounds, idle: rounds.ceil() * round / rows, longest: None };
+            return Work {
+                rows,
+                keys,
+                waves,
+                idle: waves.ceil() * wave_rows / rows,
+                longest: None,
+            };
         }
         let window = mask.left.zip(mask.right).map(|(left, right)| left.saturating_add(right));
         let seen = window.map_or(others, |window| others.min(window.saturating_add(1))) as f64;
-        // A row sees its own key beyond what tiles are cut by; and what divides has no rest.
-        let pairs = rounds * (keys - 0.5) / seen - 1e-9;
+        // Half a key less, since a row also sees its own position; the small number keeps exact
+        // multiples from being rounded up.
+        let pairs = waves * (keys - 0.5) / seen - 1e-9;
         let idle = if in_pairs(problem) && pairs >= 1.0 { pairs.ceil() / pairs } else { 1.0 };
-        Work { rows, keys, rounds, idle, longest: Some([round, seen]) }
+        Work { rows, keys, waves, idle, longest: Some([wave_rows, seen]) }
     }
 
-    /// Milliseconds, by those of a row over what it sees.
+    /// Milliseconds, from a curve of the milliseconds of a row over its visible keys.
     fn milliseconds(&self, curve: &[[f64; 2]]) -> f64 {
-        let balanced = self.idle * self.rows * between(curve, self.keys);
-        let longest = self.longest.map_or(0.0, |[rows, keys]| rows * between(curve, keys));
+        let balanced = self.idle * self.rows * interpolate(curve, self.keys);
+        let longest = self.longest.map_or(0.0, |[rows, keys]| rows * interpolate(curve, keys));
         balanced.max(longest)
     }
 }
@@ -190,11 +197,12 @@ impl Times {
         let malformed =
             |reason: &str| Error::Malformed { what: what.to_owned(), reason: reason.to_owned() };
         let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-        let subject = results.subject().ok_or_else(|| malformed("no kernel of ours is in it"))?;
+        let our_candidate =
+            results.our_candidate().ok_or_else(|| malformed("no kernel of ours is in it"))?;
         let gpu = results.provenance.gpu.as_ref().ok_or_else(|| malformed("it names no GPU"))?;
         let cache = results.shown_cache();
         let measured = results.cells.iter().filter_map(|cell| {
-            let found = cell.find(subject, cache).filter(|it| it.right != Some(false))?;
+            let found = cell.find(our_candidate, cache).filter(|it| it.right != Some(false))?;
             let milliseconds = found.samples.iter().sum::<f64>() / found.samples.len() as f64;
             Some(Measured { problem: cell.problem.parse().ok()?, milliseconds })
         });
@@ -308,26 +316,26 @@ impl Times {
         Ok(fixed + Work::of(problem, self.multiprocessors).milliseconds(&points))
     }
 
-    /// What the smallest call of a kind takes; nothing where none is small.
+    /// The time of the smallest call of a kind; 0 if no small call was measured.
     fn smallest(&self, kind: Kind) -> f64 {
         let small = |it: &&Measured| it.problem.rows() <= SMALLEST && Kind::of(&it.problem) == kind;
         let times = self.measured.iter().filter(small).map(|it| it.milliseconds);
         times.reduce(f64::min).unwrap_or(0.0)
     }
 
-    /// Whether a problem is one of those that curves are made of: as many keys as queries, as many heads of
-    /// them, and enough tiles for all multiprocessors.
-    fn is_plain(&self, problem: &Problem) -> bool {
+    /// Whether a problem is a point of a curve: as many keys and key heads as queries and query heads,
+    /// and enough waves.
+    fn is_on_curve(&self, problem: &Problem) -> bool {
         let Problem { query_heads, kv_heads, query_length, key_length, .. } = *problem;
         (query_heads, query_length) == (kv_heads, key_length)
-            && Work::of(problem, self.multiprocessors).rounds >= FULL
+            && Work::of(problem, self.multiprocessors).waves >= MIN_WAVES
     }
 
-    /// Keys that a row sees, and milliseconds of a row, in order: of problems like this one, and with tiles as
-    /// tall as its own where some are.
+    /// The curve for a problem: visible keys and milliseconds of a row, sorted. Taken from problems of
+    /// the same kind, and of the same tile height if there are any.
     fn curve(&self, like: &Problem, fixed: f64) -> Vec<[f64; 2]> {
         let kind = Kind::of(like);
-        let alike = |it: &&Measured| Kind::of(&it.problem) == kind && self.is_plain(&it.problem);
+        let alike = |it: &&Measured| Kind::of(&it.problem) == kind && self.is_on_curve(&it.problem);
         let mut found: Vec<_> = self.measured.iter().filter(alike).collect();
         let same_tile = |it: &&Measured| tile(&it.problem) == tile(like);
         if found.iter().any(same_tile) {
@@ -363,8 +371,8 @@ impl Times {
     }
 }
 
-/// The value at a place of the line through points; beyond the last one, of that through it and zero.
-fn between(points: &[[f64; 2]], at: f64) -> f64 {
+/// Linear interpolation between points; beyond the last one, along the line through it and zero.
+fn interpolate(points: &[[f64; 2]], at: f64) -> f64 {
     let through = |[x0, y0]: [f64; 2], [x1, y1]: [f64; 2]| y0 + (y1 - y0) * (at - x0) / (x1 - x0);
     let from_zero = |point| through([0.0, 0.0], point);
     match points.iter().position(|point| at < point[0]) {
@@ -453,7 +461,7 @@ mod tests {
         let Measured { problem, milliseconds, .. } = others.measured.remove(index);
         let keys = |problem: &Problem| Work::of(problem, times.multiprocessors).keys;
         let kind = |it: &&Measured| Kind::of(&it.problem) == Kind::of(&problem);
-        let plain = others.measured.iter().filter(|it| times.is_plain(&it.problem)).filter(kind);
+        let plain = others.measured.iter().filter(|it| times.is_on_curve(&it.problem)).filter(kind);
         let sides: Vec<_> = plain.map(|it| keys(&it.problem) <= keys(&problem)).collect();
         let within = sides.contains(&true) && sides.contains(&false);
         within.then(|| others.milliseconds(&problem).unwrap() / milliseconds - 1.0)
@@ -471,7 +479,7 @@ mod tests {
     /// Whether every time of a curve, were it not there, is predicted from the others: all but one within 3 %,
     /// and that within 3.5 %; otherwise those that are not.
     fn curves_hold(times: &Times) -> Result<usize, String> {
-        let all = off(times, |it| times.is_plain(&it.problem));
+        let all = off(times, |it| times.is_on_curve(&it.problem));
         let beyond = |share: f64| all.iter().filter(|it| it.0.abs() > share).collect::<Vec<_>>();
         match beyond(0.03).len() <= 1 && beyond(0.035).is_empty() {
             true => Ok(all.len()),
@@ -526,7 +534,7 @@ mod tests {
         let times = Times::embedded();
         for (short, share) in [(false, 0.11), (true, 0.28)] {
             let beside =
-                |it: &Measured| !times.is_plain(&it.problem) && short == (it.milliseconds < 0.2);
+                |it: &Measured| !times.is_on_curve(&it.problem) && short == (it.milliseconds < 0.2);
             let all = off(&times, beside);
             let wrong: Vec<_> = all.iter().filter(|it| it.0.abs() > share).collect();
             assert!(wrong.is_empty() && all.len() > 5, "of {}: {wrong:#?}", all.len());

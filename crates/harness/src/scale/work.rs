@@ -9,7 +9,7 @@ use super::overlap::Stage;
 use crate::Error;
 
 /// GB/s at which tensors are copied, summed and merged: most of what the memory of an H200 gives.
-const MEMORY: f64 = 3600.0;
+const COPY_GIGABYTES_PER_SECOND: f64 = 3600.0;
 /// The maximum number of partial outputs, and of partial dQ, that are kept until they are combined,
 /// as in `flashcore.distributed`.
 const PARTS: usize = 16;
@@ -17,8 +17,8 @@ const PARTS: usize = 16;
 const KEY_PARTS: usize = 8;
 
 /// Returns the milliseconds of reading or writing so many bytes.
-fn moved(bytes: usize) -> f64 {
-    bytes as f64 / MEMORY / 1e6
+fn copy_milliseconds(bytes: usize) -> f64 {
+    bytes as f64 / COPY_GIGABYTES_PER_SECOND / 1e6
 }
 
 /// Returns the stages of a rank in a pass, one after the other.
@@ -29,27 +29,27 @@ fn moved(bytes: usize) -> f64 {
 pub(super) fn stages(
     setting: &Setting,
     problem: &Problem,
-    of: &Distribution,
+    distribution: &Distribution,
     rank: usize,
     pass: Pass,
 ) -> Result<Vec<Stage>, Error> {
-    let steps = of.steps(rank);
+    let steps = distribution.steps(rank);
     let mut compute = Vec::new();
     for step in &steps {
-        compute.push(kernels(setting, problem, of, rank, step, pass)?);
+        compute.push(kernels(setting, problem, distribution, rank, step, pass)?);
     }
     if pass == Pass::Forward {
-        compute.push(moved(outputs(problem, of, rank, &steps).traffic()));
+        compute.push(copy_milliseconds(outputs(problem, distribution, rank, &steps).traffic()));
     }
     let keys = |index: usize| {
         let step = steps.get(index);
-        step.map_or(0.0, |step| exchange_keys(setting, problem, of, rank, step))
+        step.map_or(0.0, |step| exchange_keys(setting, problem, distribution, rank, step))
     };
-    let [to_heads, to_rows] = exchanges(setting, problem, of, rank, pass);
+    let [to_heads, to_rows] = exchanges(setting, problem, distribution, rank, pass);
     let mut stages = vec![Stage::transfer(to_heads)];
     // The first step needs no transfer, except in an all-gather.
-    stages.push(Stage::transfer(match of.gathers_all() {
-        true => gathers(setting, problem, of, rank, &steps),
+    stages.push(Stage::transfer(match distribution.gathers_all() {
+        true => gathers(setting, problem, distribution, rank, &steps),
         false => keys(0),
     }));
     for (index, compute) in compute.iter().enumerate() {
@@ -61,8 +61,8 @@ pub(super) fn stages(
     }
     if pass == Pass::Backward {
         stages.push(Stage::transfer(keys(compute.len().saturating_sub(1))));
-        let sums = gradients(problem, of, rank, &steps).map(|it| it.traffic());
-        stages.push(Stage { compute: moved(sums.iter().sum()), transfer: 0.0 });
+        let sums = gradients(problem, distribution, rank, &steps).map(|it| it.traffic());
+        stages.push(Stage::compute(copy_milliseconds(sums.iter().sum())));
     }
     stages.push(Stage::transfer(to_rows));
     stages.retain(|it| *it != Stage::default());
@@ -73,12 +73,12 @@ pub(super) fn stages(
 fn kernels(
     setting: &Setting,
     problem: &Problem,
-    of: &Distribution,
+    distribution: &Distribution,
     rank: usize,
     step: &Step,
     pass: Pass,
 ) -> Result<f64, Error> {
-    let heads = of.head_share(of.place(rank).0);
+    let heads = distribution.head_share(distribution.place(rank).0);
     let mut milliseconds = 0.0;
     for launch in &step.launches {
         for block in &launch.blocks {
@@ -93,10 +93,10 @@ fn kernels(
 }
 
 /// Returns the rows that a rank computes with, over all of its heads and sequences.
-fn held_rows(problem: &Problem, of: &Distribution, rank: usize) -> usize {
-    let (node, member) = of.place(rank);
-    let rows: usize = of.held(member).iter().map(|piece| piece.rows.len()).sum();
-    problem.batch * rows * of.head_share(node).query.len()
+fn held_rows(problem: &Problem, distribution: &Distribution, rank: usize) -> usize {
+    let (node, member) = distribution.place(rank);
+    let rows: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
+    problem.batch * rows * distribution.head_share(node).query.len()
 }
 
 /// Partial results of a tensor, of which at most so many are kept until they are combined.
@@ -133,28 +133,33 @@ impl Parts {
 }
 
 /// The parts of the output.
-fn outputs(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) -> Parts {
+fn outputs(problem: &Problem, distribution: &Distribution, rank: usize, steps: &[Step]) -> Parts {
     Parts {
         count: steps.iter().map(|step| step.launches.len()).sum(),
         most: PARTS,
-        numbers: held_rows(problem, of, rank) * problem.value_head_dim,
+        numbers: held_rows(problem, distribution, rank) * problem.value_head_dim,
         element: problem.dtype().bytes(),
     }
 }
 
-/// The parts of the gradients of queries, and of own keys and values, which come from those who see them.
-fn gradients(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) -> [Parts; 2] {
-    let (node, member) = of.place(rank);
-    let held: usize = of.held(member).iter().map(|piece| piece.rows.len()).sum();
+/// The partial dQ, and the partial dK and dV of own keys, which other ranks send.
+fn gradients(
+    problem: &Problem,
+    distribution: &Distribution,
+    rank: usize,
+    steps: &[Step],
+) -> [Parts; 2] {
+    let (node, member) = distribution.place(rank);
+    let held: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
     let dims = problem.head_dim + problem.value_head_dim;
     let count = 1 + steps.iter().map(|step| step.send.len()).sum::<usize>();
     let queries = Parts {
-        numbers: held_rows(problem, of, rank) * problem.head_dim,
-        ..outputs(problem, of, rank, steps)
+        numbers: held_rows(problem, distribution, rank) * problem.head_dim,
+        ..outputs(problem, distribution, rank, steps)
     };
     // The gradients of a single step arrive at once, as in an all-gather.
     let most = if steps.len() == 1 { count } else { KEY_PARTS };
-    let numbers = problem.batch * held * of.head_share(node).key.len() * dims;
+    let numbers = problem.batch * held * distribution.head_share(node).key.len() * dims;
     [queries, Parts { count, most, numbers, element: problem.dtype().bytes() }]
 }
 
@@ -162,37 +167,42 @@ fn gradients(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) 
 fn gathers(
     setting: &Setting,
     problem: &Problem,
-    of: &Distribution,
+    distribution: &Distribution,
     rank: usize,
     steps: &[Step],
 ) -> f64 {
     let received = steps.iter().flat_map(|it| &it.receive);
-    let received: u64 = received.map(|it| bytes(problem, of, rank, it)).sum();
-    setting.cluster.collective(of.ranks(), received) + moved(2 * received as usize)
+    let received: u64 = received.map(|it| bytes(problem, distribution, rank, it)).sum();
+    setting.cluster.collective(distribution.ranks(), received)
+        + copy_milliseconds(2 * received as usize)
 }
 
 /// Bytes of some rows of keys and values.
-fn bytes(problem: &Problem, of: &Distribution, rank: usize, rows: &Rows) -> u64 {
-    (problem.batch * rows.count()) as u64 * of.key_bytes(of.place(rank).0)
+fn bytes(problem: &Problem, distribution: &Distribution, rank: usize, rows: &Rows) -> u64 {
+    (problem.batch * rows.count()) as u64 * distribution.key_bytes(distribution.place(rank).0)
 }
 
 /// Returns the milliseconds of packing a step's keys into messages, receiving and sending them.
 fn exchange_keys(
     setting: &Setting,
     problem: &Problem,
-    of: &Distribution,
+    distribution: &Distribution,
     rank: usize,
     step: &Step,
 ) -> f64 {
     let one_way = |messages: &[Rows]| {
         let mut traffic = Traffic::default();
         for rows in messages {
-            setting.cluster.add(&mut traffic, [rank, rows.rank], bytes(problem, of, rank, rows));
+            setting.cluster.add(
+                &mut traffic,
+                [rank, rows.rank],
+                bytes(problem, distribution, rank, rows),
+            );
         }
         setting.cluster.milliseconds(&traffic)
     };
-    let sent: u64 = step.send.iter().map(|rows| bytes(problem, of, rank, rows)).sum();
-    one_way(&step.receive).max(one_way(&step.send)) + moved(2 * sent as usize)
+    let sent: u64 = step.send.iter().map(|rows| bytes(problem, distribution, rank, rows)).sum();
+    one_way(&step.receive).max(one_way(&step.send)) + copy_milliseconds(2 * sent as usize)
 }
 
 /// Returns the milliseconds of exchanging heads for rows and back: in the forward pass queries,
@@ -200,18 +210,19 @@ fn exchange_keys(
 fn exchanges(
     setting: &Setting,
     problem: &Problem,
-    of: &Distribution,
+    distribution: &Distribution,
     rank: usize,
     pass: Pass,
 ) -> [f64; 2] {
-    let (node, member) = of.place(rank);
-    // Rows of one rank, with the heads of another's node: all that goes is of this form.
+    let (node, member) = distribution.place(rank);
+    // Every message holds the rows of one rank and the heads of another's node.
     let one_way = |from_here: bool, wide: bool| {
         let (mut traffic, mut copied) = (Traffic::default(), 0);
-        for other in (0..of.nodes()).filter(|it| *it != node) {
-            let (there, heads) = (of.rank_at(other, member), if from_here { other } else { node });
-            let rows = of.owned_rows(if from_here { rank } else { there });
-            let heads = of.head_share(heads);
+        for other in (0..distribution.nodes()).filter(|it| *it != node) {
+            let (there, heads) =
+                (distribution.rank_at(other, member), if from_here { other } else { node });
+            let rows = distribution.owned_rows(if from_here { rank } else { there });
+            let heads = distribution.head_share(heads);
             let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
             let numbers = match wide {
                 true => heads.query.len() * dim + heads.key.len() * (dim + value_dim),
@@ -221,9 +232,9 @@ fn exchanges(
             setting.cluster.add(&mut traffic, [rank, there], bytes as u64);
             copied += 2 * bytes;
         }
-        [setting.cluster.milliseconds(&traffic), moved(copied)]
+        [setting.cluster.milliseconds(&traffic), copy_milliseconds(copied)]
     };
-    // Messages are put together before, and taken apart after.
+    // Messages are packed before, and unpacked after.
     let both = |wide| {
         let ([sent, packed], [received, unpacked]) = (one_way(true, wide), one_way(false, wide));
         sent.max(received) + packed + unpacked
@@ -235,42 +246,48 @@ fn exchanges(
 }
 
 /// Bytes that a rank needs at its peak: its tensors, and what `flashcore.distributed` adds.
-pub(super) fn memory(problem: &Problem, of: &Distribution, rank: usize, backward: bool) -> u64 {
-    let (node, member) = of.place(rank);
+pub(super) fn memory(
+    problem: &Problem,
+    distribution: &Distribution,
+    rank: usize,
+    backward: bool,
+) -> u64 {
+    let (node, member) = distribution.place(rank);
     let Problem { batch, query_heads, kv_heads, head_dim, value_head_dim, .. } = *problem;
     let element = problem.dtype().bytes();
-    let (dims, heads) = (head_dim + value_head_dim, of.head_share(node));
+    let (dims, heads) = (head_dim + value_head_dim, distribution.head_share(node));
     // Query and output, key and value, log-sum-exp; and the gradients of the first four.
     let tensors = |rows: usize, heads: usize, kv_heads: usize| {
         let values = rows * (heads + kv_heads) * dims * element;
         batch * (values * if backward { 2 } else { 1 } + rows * heads * 4)
     };
-    let mut bytes = tensors(of.owned_rows(rank), query_heads, kv_heads);
-    let held: usize = of.held(member).iter().map(|piece| piece.rows.len()).sum();
-    if of.nodes() > 1 {
+    let mut bytes = tensors(distribution.owned_rows(rank), query_heads, kv_heads);
+    let held: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
+    if distribution.nodes() > 1 {
         bytes += tensors(held, heads.query.len(), heads.key.len());
     }
-    let steps = of.steps(rank);
-    let received =
-        |step: &Step| step.receive.iter().map(|it| self::bytes(problem, of, rank, it)).sum();
+    let steps = distribution.steps(rank);
+    let received = |step: &Step| {
+        step.receive.iter().map(|it| self::bytes(problem, distribution, rank, it)).sum()
+    };
     let most: u64 = steps.iter().map(received).max().unwrap_or(0);
-    // Keys that are used, those that come, and those that go; then gradients that are computed and those that
-    // go, for those that come are parts of sums. What an all-gather gets is put in order beside it, and gradients
-    // leave from a copy.
-    let messages = match (of.gathers_all(), backward) {
+    // Buffers of a ring: keys in use, being received and being sent; in the backward pass also
+    // gradients being computed and being sent, while received ones count as parts. An all-gather
+    // reorders what it received into a second buffer, and sends gradients from a third.
+    let messages = match (distribution.gathers_all(), backward) {
         (true, false) => 2,
         (true, true) => 3,
         (false, false) => 3,
         (false, true) => 5,
     };
     bytes += messages * most as usize;
-    let rows = held_rows(problem, of, rank);
-    let outputs = outputs(problem, of, rank, &steps);
-    // And their log-sum-exps.
+    let rows = held_rows(problem, distribution, rank);
+    let outputs = outputs(problem, distribution, rank, &steps);
+    // The log-sum-exps of the parts.
     let log_sum_exps = if outputs.count > 1 { outputs.count.min(PARTS) * rows * 4 } else { 0 };
     let forward = outputs.kept() + log_sum_exps;
-    // And the sum in f32 that the kernel has of a step's queries.
-    let sums = gradients(problem, of, rank, &steps).map(|it| it.kept());
+    // The f32 accumulator of dQ of one step.
+    let sums = gradients(problem, distribution, rank, &steps).map(|it| it.kept());
     let gradients = sums.iter().sum::<usize>() + 4 * rows * head_dim;
     bytes += if backward { forward.max(gradients) } else { forward };
     bytes as u64
@@ -281,9 +298,9 @@ mod tests {
     use flashcore::Mask;
 
     use super::super::links::{Cluster, Link};
-    use super::super::overlap::{Span, events};
+    use super::super::overlap::{PassTime, events};
     use super::super::times::Times;
-    use super::super::{Variant, distribution};
+    use super::super::{Variant, distribute};
     use super::*;
 
     fn setting(node: usize, gigabytes_per_second: f64, latency_microseconds: f64) -> Setting {
@@ -302,10 +319,15 @@ mod tests {
         problem.with_mask(mask)
     }
 
-    fn spans(setting: &Setting, problem: &Problem, ranks: usize, variant: Variant) -> [Span; 2] {
-        let of = distribution(problem, ranks, variant, setting.cluster.node).unwrap();
+    fn spans(
+        setting: &Setting,
+        problem: &Problem,
+        ranks: usize,
+        variant: Variant,
+    ) -> [PassTime; 2] {
+        let distribution = distribute(problem, ranks, variant, setting.cluster.node).unwrap();
         [Pass::Forward, Pass::Backward]
-            .map(|pass| Span::of(&stages(setting, problem, &of, 1, pass).unwrap()))
+            .map(|pass| PassTime::of(&stages(setting, problem, &distribution, 1, pass).unwrap()))
     }
 
     /// Two ranks and no mask, by hand: the keys of the other come while a rank computes with its own.
@@ -315,9 +337,9 @@ mod tests {
         let half = setting.times.milliseconds(&self::problem(16_384, Mask::NONE)).unwrap();
         // Keys and values of 16,384 rows, 8 heads of 128 numbers of 2 bytes, in 2 sequences.
         let bytes = 2 * 16_384 * 8 * 256 * 2;
-        let sent = bytes as f64 / 100.0 / 1e6 + 5e-3 + moved(2 * bytes);
+        let sent = bytes as f64 / 100.0 / 1e6 + 5e-3 + copy_milliseconds(2 * bytes);
         // Two parts are read, and their sum is written.
-        let merged = moved(2 * 16_384 * 16 * 128 * 2 * 3);
+        let merged = copy_milliseconds(2 * 16_384 * 16 * 128 * 2 * 3);
         let [forward, backward] = spans(&setting, &problem, 2, Variant::Ring);
         assert!((forward.total - (half.max(sent) + half + merged)).abs() < 1e-9, "{forward:?}");
         assert!((forward.transfer - sent).abs() < 1e-9, "{forward:?}");
@@ -327,7 +349,7 @@ mod tests {
         half.pass = Pass::Backward;
         let half = setting.times.milliseconds(&half).unwrap();
         // Of queries, keys and values too, two parts are read and their sum is written.
-        let summed = moved(2 * 16_384 * (16 + 2 * 8) * 128 * 2 * 3);
+        let summed = copy_milliseconds(2 * 16_384 * (16 + 2 * 8) * 128 * 2 * 3);
         assert!((backward.compute - (2.0 * half + summed)).abs() < 1e-9, "{backward:?}");
         assert!((backward.total - backward.compute - sent).abs() < 1e-9, "{backward:?}");
     }
@@ -349,8 +371,8 @@ mod tests {
         for mask in [Mask::NONE, Mask::CAUSAL] {
             for variant in Variant::ALL {
                 let problem = problem(65_536, mask);
-                let of = distribution(&problem, 8, variant, 4).unwrap();
-                let sent = of.sent(1);
+                let distribution = distribute(&problem, 8, variant, 4).unwrap();
+                let sent = distribution.sent(1);
                 let spans = spans(&setting, &problem, 8, variant);
                 let shares = [(spans[0], sent.forward), (spans[1], sent.backward)]
                     .map(|(span, sent)| span.transfer * 1e6 / sent as f64);
@@ -381,11 +403,11 @@ mod tests {
     fn a_ring_in_events_takes_what_is_predicted() {
         for speed in [0.5, 2.0, 8.0, 400.0] {
             let (setting, problem) = (setting(8, speed, 5.0), problem(65_536, Mask::CAUSAL));
-            let of = distribution(&problem, 8, Variant::Ring, 8).unwrap();
+            let distribution = distribute(&problem, 8, Variant::Ring, 8).unwrap();
             for pass in [Pass::Forward, Pass::Backward] {
-                let all = |rank| stages(&setting, &problem, &of, rank, pass).unwrap();
+                let all = |rank| stages(&setting, &problem, &distribution, rank, pass).unwrap();
                 let ranks: Vec<Vec<Stage>> = (0..8).map(all).collect();
-                let slowest = ranks.iter().map(|it| Span::of(it).total).fold(0.0, f64::max);
+                let slowest = ranks.iter().map(|it| PassTime::of(it).total).fold(0.0, f64::max);
                 let simulated = events::simulate(&ranks);
                 let off = simulated / slowest - 1.0;
                 assert!((-1e-6..0.03).contains(&off), "{speed} GB/s: {slowest}, not {simulated}");

@@ -9,15 +9,15 @@ use crate::statistics::Random;
 
 /// A problem with the seed of its tensors.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Case {
+pub(super) struct Case {
     /// Its number in the soak.
-    pub number: u64,
+    pub(super) number: u64,
     /// What is computed.
-    pub problem: Problem,
+    pub(super) problem: Problem,
     /// The seed of its tensors.
-    pub contents: u64,
+    pub(super) tensor_seed: u64,
     /// Which of the kernels that accept it: the best is the first.
-    pub rank: usize,
+    pub(super) rank: usize,
 }
 
 /// The properties of a problem that decide which kernels serve it, and so what is compiled; sizes
@@ -71,7 +71,7 @@ const EDGES: [usize; 12] = [1, 16, 32, 63, 64, 65, 127, 128, 129, 191, 256, 257]
 
 impl Case {
     /// The problem of a number.
-    pub fn of(seed: u64, number: u64) -> Self {
+    pub(super) fn of(seed: u64, number: u64) -> Self {
         let mut random = Random::new(mix(seed ^ mix(number)));
         // Half of the problems have the sizes of an earlier one: plans are found again.
         let sizes = match random.below(2) {
@@ -79,18 +79,18 @@ impl Case {
             _ => random.below(number as usize + 1) as u64,
         };
         let (problem, rank) = problem(seed, sizes);
-        Case { number, problem, contents: random.bits() >> 33, rank }
+        Case { number, problem, tensor_seed: random.bits() >> 33, rank }
     }
 
     /// The command that soaks in this problem alone, with what goes with it.
-    pub fn replay_soaking(&self, seed: u64) -> String {
+    pub(super) fn replay_soaking(&self, seed: u64) -> String {
         let number = self.number;
         format!("flashcore soak --seed {seed} --first {number} --problems 1 --faults none")
     }
 
     /// The command that computes it again, and says what is wrong with it.
-    pub fn replay(&self, kernel: &str) -> String {
-        let (text, seed) = (self.problem.text(), self.contents);
+    pub(super) fn replay(&self, kernel: &str) -> String {
+        let (text, seed) = (self.problem.text(), self.tensor_seed);
         format!("flashcore attend --problem {text} --seed {seed} --kernel {kernel}")
     }
 }
@@ -245,7 +245,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::given::Given;
+    use crate::auxiliary_inputs::AuxiliaryInputs;
 
     #[test]
     fn every_problem_makes_sense_and_its_text_is_the_problem() {
@@ -253,8 +253,8 @@ mod tests {
             let Case { problem, .. } = Case::of(5, number);
             problem.validate().unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
             assert_eq!(problem.text().parse::<Problem>().unwrap(), problem);
-            let given = Given::of(&problem);
-            given.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
+            let auxiliary = AuxiliaryInputs::of(&problem);
+            auxiliary.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
             let elements = problem.key_shape().elements().unwrap();
             // Pages of 256 positions hold few keys of short sequences.
             assert!(elements <= 32 * ELEMENTS, "{}", problem.text());

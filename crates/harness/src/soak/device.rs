@@ -12,9 +12,9 @@ use kernels::parameter::List;
 use testing::check::{check_append, check_combine};
 
 use super::case::Case;
-use super::session::{Answer, Asked, lock, on_the_cpu};
+use super::session::{Answer, PassInputs, lock, on_the_cpu};
 use crate::Error;
-use crate::given::tensor_bytes;
+use crate::auxiliary_inputs::tensor_bytes;
 use crate::verify::POISON;
 
 /// Bytes before, between and after the results that no kernel may touch.
@@ -22,61 +22,64 @@ const GUARD: usize = 4096;
 /// What addresses are multiples of.
 const ALIGNMENT: usize = 256;
 /// One in so many problems is checked for unchanged inputs.
-const LOOK_AT_INPUTS: u64 = 16;
+const CHECK_INPUTS_EVERY: u64 = 16;
 /// One in so many problems is accompanied by an append, and one by a combine.
-const BESIDE: u64 = 16;
+const EXTRA_CHECK_EVERY: u64 = 16;
 
-/// A GPU and what its threads use again.
-pub(super) struct OnDevice {
+/// A GPU, and the resources of threads for reuse.
+pub(super) struct DeviceSession {
     gpu: Gpu,
-    rooms: Mutex<Vec<Room>>,
+    idle: Mutex<Vec<ThreadResources>>,
 }
 
-/// What one thread uses.
-struct Room {
+/// The stream and memory of one thread.
+struct ThreadResources {
     stream: Stream,
     memory: Buffer,
     staged: Vec<u8>,
 }
 
-impl OnDevice {
+impl DeviceSession {
     pub(super) fn open(cache: Cache) -> Result<Self, Error> {
-        Ok(OnDevice { gpu: Gpu::with_cache(0, cache)?, rooms: Mutex::default() })
+        Ok(DeviceSession { gpu: Gpu::with_cache(0, cache)?, idle: Mutex::default() })
     }
 
     pub(super) fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    pub(super) fn answer(&self, case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
+    pub(super) fn answer(&self, case: &Case, inputs: PassInputs<'_>) -> Result<Answer, Error> {
         let problem = &case.problem;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
         let able = candidates(&self.gpu.chip(), problem, &arrangement);
         let able: Vec<_> = able.iter().filter(|it| it.accepted && !it.on_request).collect();
         if able.is_empty() || problem.rows() == 0 {
-            return on_the_cpu(case, asked);
+            return on_the_cpu(case, inputs);
         }
         let kernel = able[case.rank.min(able.len() - 1)].kernel;
-        let room = lock(&self.rooms).pop();
-        let mut room = match room {
-            Some(room) => room,
-            None => Room::new(&self.gpu)?,
+        let resources = lock(&self.idle).pop();
+        let mut resources = match resources {
+            Some(resources) => resources,
+            None => ThreadResources::new(&self.gpu)?,
         };
-        let answer = room.attend(&self.gpu, case, asked, (case.rank > 0).then_some(kernel));
-        lock(&self.rooms).push(room);
+        let answer = resources.attend(&self.gpu, case, inputs, (case.rank > 0).then_some(kernel));
+        lock(&self.idle).push(resources);
         answer
     }
 
     /// Runs an append or a combine beside some of the problems; returns what is wrong with it, if
     /// anything.
-    pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
-        let dtype = match case.contents % 2 {
+    pub(super) fn check_append_or_combine(
+        &self,
+        case: &Case,
+    ) -> Option<(&'static str, Result<(), String>)> {
+        let dtype = match case.tensor_seed % 2 {
             0 => DType::F16,
             _ => DType::BF16,
         };
-        let checked = match case.number % BESIDE {
-            5 => check_append(&self.gpu, dtype, case.contents),
-            11 => check_combine(&self.gpu, dtype, case.contents),
+        let checked = match case.number % EXTRA_CHECK_EVERY {
+            5 => check_append(&self.gpu, dtype, case.tensor_seed),
+            11 => check_combine(&self.gpu, dtype, case.tensor_seed),
             _ => return None,
         };
         let verdict = match checked.outcome {
@@ -89,21 +92,21 @@ impl OnDevice {
 
     /// Launches a kernel that writes to an invalid address, after which the driver refuses all work
     /// of this process on the device.
-    pub(super) fn lose_context(&self, case: &Case, asked: Asked<'_>) -> Result<(), Error> {
+    pub(super) fn lose_context(&self, case: &Case, inputs: PassInputs<'_>) -> Result<(), Error> {
         let nowhere = Some(DeviceAddress(1 << 12));
-        let mut room = Room::new(&self.gpu)?;
-        let (tensors, _) = room.stage(&self.gpu, case, asked)?;
+        let mut resources = ThreadResources::new(&self.gpu)?;
+        let (tensors, _) = resources.stage(&self.gpu, case, inputs)?;
         let mut lost = Tensors { lse: nowhere, ..tensors };
         lost.output.address = DeviceAddress(1 << 12);
-        self.gpu.attend(&room.stream, &case.problem, &lost)?;
-        Ok(room.stream.synchronize()?)
+        self.gpu.attend(&resources.stream, &case.problem, &lost)?;
+        Ok(resources.stream.synchronize()?)
     }
 }
 
-impl Room {
+impl ThreadResources {
     fn new(gpu: &Gpu) -> Result<Self, Error> {
         let memory = Buffer::new(gpu.device(), 1 << 22)?;
-        Ok(Room { stream: Stream::new(gpu.device())?, memory, staged: Vec::new() })
+        Ok(ThreadResources { stream: Stream::new(gpu.device())?, memory, staged: Vec::new() })
     }
 
     /// By the product's own path with its cache of plans, or by a kernel that is insisted on.
@@ -111,11 +114,11 @@ impl Room {
         &mut self,
         gpu: &Gpu,
         case: &Case,
-        asked: Asked<'_>,
+        inputs: PassInputs<'_>,
         kernel: Option<&str>,
     ) -> Result<Answer, Error> {
         let problem = &case.problem;
-        let (tensors, places) = self.stage(gpu, case, asked)?;
+        let (tensors, regions) = self.stage(gpu, case, inputs)?;
         let insisted_on = kernel.map(|kernel| {
             let preference = Preference { backend: None, kernel: Some(kernel.to_owned()) };
             let arrangement = tensors.arrangement();
@@ -123,28 +126,28 @@ impl Room {
             Ok::<_, LibraryError>(Arc::new(AttentionPlan::of(gpu, plan, arrangement)?))
         });
         let insisted_on = insisted_on.transpose()?;
-        let run = |room: &Room| -> Result<_, Error> {
+        let run = |resources: &ThreadResources| -> Result<_, Error> {
             let plan = match &insisted_on {
-                None => gpu.attend(&room.stream, problem, &tensors)?,
+                None => gpu.attend(&resources.stream, problem, &tensors)?,
                 Some(plan) => {
-                    plan.launch(&room.stream, &tensors)?;
+                    plan.launch(&resources.stream, &tensors)?;
                     plan.clone()
                 }
             };
             // Before the plan goes, and with it what the launch reads.
-            let results = room.read(&places)?;
+            let results = resources.read(&regions)?;
             let warnings = plan.compilation().warnings.clone();
             Ok(Answer { kernel: plan.plan().chosen.full_name(), results, warnings })
         };
         let answer = run(self)?;
         if problem.deterministic {
-            self.poison(&places)?;
+            self.poison(&regions)?;
             if run(self)?.results != answer.results {
                 let kernel = &answer.kernel;
                 return Err(Error::Impossible(format!("{kernel} gave other bits again")));
             }
         }
-        if case.number.is_multiple_of(LOOK_AT_INPUTS) {
+        if case.number.is_multiple_of(CHECK_INPUTS_EVERY) {
             let staged = self.memory.slice(0..self.staged.len() as u64)?;
             if self.stream.download_vec::<u8>(staged)? != self.staged {
                 let kernel = &answer.kernel;
@@ -159,9 +162,9 @@ impl Room {
         &mut self,
         gpu: &Gpu,
         case: &Case,
-        asked: Asked<'_>,
-    ) -> Result<(Tensors, Places), Error> {
-        let (problem, inputs) = (&case.problem, asked.inputs());
+        pass_inputs: PassInputs<'_>,
+    ) -> Result<(Tensors, ResultRegions), Error> {
+        let (problem, inputs) = (&case.problem, pass_inputs.inputs());
         self.staged.clear();
         let operands = [inputs.query, inputs.key, inputs.value];
         let operands = operands.map(|tensor| append(&mut self.staged, tensor.bytes()));
@@ -170,7 +173,7 @@ impl Room {
             let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
             Some(append(&mut self.staged, &bytes))
         });
-        let saved = asked.backward().map(|backward| {
+        let saved = pass_inputs.backward().map(|backward| {
             let lse: Vec<u8> = backward.lse.iter().flat_map(|it| it.to_le_bytes()).collect();
             [backward.output.bytes(), &lse, backward.output_gradient.bytes()]
                 .map(|bytes| append(&mut self.staged, bytes))
@@ -183,14 +186,14 @@ impl Room {
             Some(_) if problem.scores.sinks => vec![query, key, value, 4 * problem.query_heads],
             Some(_) => vec![query, key, value],
         };
-        let places = Places::after(self.staged.len(), &results);
-        if self.memory.bytes() < places.end as u64 {
-            self.memory = Buffer::new(gpu.device(), 2 * places.end as u64)?;
+        let regions = ResultRegions::after(self.staged.len(), &results);
+        if self.memory.bytes() < regions.end as u64 {
+            self.memory = Buffer::new(gpu.device(), 2 * regions.end as u64)?;
         }
         self.stream.upload(&self.staged, self.memory.slice(0..self.staged.len() as u64)?)?;
-        self.poison(&places)?;
+        self.poison(&regions)?;
         let at = |offset: usize| self.memory.address().offset(offset as u64);
-        let result = |index: usize| at(places.results[index].start);
+        let result = |index: usize| at(regions.results[index].start);
         let [query, key, value] = operands.map(at);
         let [output, lse] = match saved {
             None => [result(0), result(1)],
@@ -211,44 +214,44 @@ impl Room {
         for (list, place) in tensors.lists_mut().into_iter().zip(lists) {
             *list = place.map(at);
         }
-        Ok((tensors, places))
+        Ok((tensors, regions))
     }
 
     /// Fills the results and what is around them.
-    fn poison(&self, places: &Places) -> Result<(), Error> {
-        let all = self.memory.slice(places.begin as u64..places.end as u64)?;
+    fn poison(&self, regions: &ResultRegions) -> Result<(), Error> {
+        let all = self.memory.slice(regions.begin as u64..regions.end as u64)?;
         Ok(self.stream.fill(all, POISON)?)
     }
 
     /// The results; an error where something beside them was written.
-    fn read(&self, places: &Places) -> Result<Vec<Vec<u8>>, Error> {
-        let all = self.memory.slice(places.begin as u64..places.end as u64)?;
+    fn read(&self, regions: &ResultRegions) -> Result<Vec<Vec<u8>>, Error> {
+        let all = self.memory.slice(regions.begin as u64..regions.end as u64)?;
         let all = self.stream.download_vec::<u8>(all)?;
-        let (mut results, mut before) = (Vec::new(), places.begin);
+        let (mut results, mut before) = (Vec::new(), regions.begin);
         let untouched = |zone: Range<usize>| {
-            all[zone.start - places.begin..zone.end - places.begin].iter().all(|it| *it == POISON)
+            all[zone.start - regions.begin..zone.end - regions.begin].iter().all(|it| *it == POISON)
         };
         let mut apart = true;
-        for place in &places.results {
+        for place in &regions.results {
             apart &= untouched(before..place.start);
-            results.push(all[place.start - places.begin..place.end - places.begin].to_vec());
+            results.push(all[place.start - regions.begin..place.end - regions.begin].to_vec());
             before = place.end;
         }
-        match apart && untouched(before..places.end) {
+        match apart && untouched(before..regions.end) {
             true => Ok(results),
             false => Err(Error::Impossible("the kernel wrote beside its results".to_owned())),
         }
     }
 }
 
-/// Where the results lie in a room's memory, with guard zones around each.
-struct Places {
+/// Where the results lie in a thread's device memory, with guard zones around each.
+struct ResultRegions {
     begin: usize,
     results: Vec<Range<usize>>,
     end: usize,
 }
 
-impl Places {
+impl ResultRegions {
     fn after(begin: usize, bytes: &[usize]) -> Self {
         let mut end = begin + GUARD;
         let place = |bytes: &usize| {
@@ -257,7 +260,7 @@ impl Places {
             place
         };
         let results = bytes.iter().map(place).collect();
-        Places { begin, results, end }
+        ResultRegions { begin, results, end }
     }
 }
 
@@ -287,7 +290,7 @@ mod tests {
 
     #[test]
     fn results_lie_apart_and_aligned() {
-        let Places { results, end, .. } = Places::after(512, &[100, 20, 0]);
+        let ResultRegions { results, end, .. } = ResultRegions::after(512, &[100, 20, 0]);
         assert_eq!(results[0], 512 + GUARD..612 + GUARD);
         assert!(results.windows(2).all(|two| two[1].start >= two[0].end + GUARD));
         assert!(results.iter().all(|it| it.start.is_multiple_of(ALIGNMENT)));

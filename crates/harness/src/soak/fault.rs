@@ -11,7 +11,7 @@ use cuda::Buffer;
 use serde::Serialize;
 
 use super::case::Case;
-use super::device::{OnDevice, is_out_of_memory};
+use super::device::{DeviceSession, is_out_of_memory};
 use super::session::{Session, Texts};
 use super::shortage::Shortage;
 use super::{Checked, check};
@@ -89,7 +89,7 @@ impl Fault {
 
 /// How often a fault was injected, and how often it was survived.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Met {
+pub struct FaultReport {
     /// The fault.
     pub fault: Fault,
     /// How often.
@@ -101,7 +101,7 @@ pub struct Met {
 }
 
 /// The cache and the program that faults are injected into.
-pub(super) struct Ground<'a> {
+pub(super) struct FaultInjector<'a> {
     /// The cache's directory.
     pub(super) cache: PathBuf,
     pub(super) gpu: bool,
@@ -119,10 +119,10 @@ const FIRST: usize = 256;
 /// How long a process beside this one may take.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-impl Ground<'_> {
+impl FaultInjector<'_> {
     /// Injects a fault, observes its effect, and repairs it; returns what was seen, or what is
     /// wrong.
-    pub(super) fn meet(&self, fault: Fault, random: &mut Random) -> Result<String, String> {
+    pub(super) fn inject(&self, fault: Fault, random: &mut Random) -> Result<String, String> {
         match fault {
             Fault::Corrupted => self.corrupted(random),
             Fault::Deleted => self.deleted(random),
@@ -153,7 +153,7 @@ impl Ground<'_> {
             let _ = fs::write(path, bytes);
         }
         let warnings = self.try_anew(&numbers)?;
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("{} files, {} warnings", files.len(), warnings.len()))
     }
 
@@ -162,7 +162,7 @@ impl Ground<'_> {
         let files = self.files().len();
         self.clear()?;
         self.try_anew(&numbers)?;
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("{files} files gone, {} there again", self.files().len()))
     }
 
@@ -174,7 +174,7 @@ impl Ground<'_> {
         let tried = self.try_anew(&numbers);
         drop(closed);
         let warnings = tried?;
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("{} warnings", warnings.len()))
     }
 
@@ -193,7 +193,7 @@ impl Ground<'_> {
         }
         let summary: serde_json::Value = serde_json::from_str(&output)
             .map_err(|error| format!("a process without space gave no summary: {error}"))?;
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("{} warnings in a process without space", summary["cache_warnings"]))
     }
 
@@ -217,7 +217,7 @@ impl Ground<'_> {
         if let Some(warning) = warnings.iter().find(|it| it.contains("damaged")) {
             return Err(format!("a killed process left a file behind: {warning}"));
         }
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("killed after {} ms", begun.elapsed().as_millis()))
     }
 
@@ -231,25 +231,26 @@ impl Ground<'_> {
             return Err(format!("a process without its context ended with {code:?}: {complaint}"));
         }
         // Ours goes on.
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(complaint.trim().to_owned())
     }
 
     fn out_of_memory(&self, random: &mut Random) -> Result<String, String> {
         let numbers = numbers(random);
-        let own = OnDevice::open(cuda::Cache::disabled()).map_err(|error| error.to_string())?;
-        self.shortage.begin();
+        let own =
+            DeviceSession::open(cuda::Cache::disabled()).map_err(|error| error.to_string())?;
+        let period = self.shortage.begin();
         let taken = take_memory(&own);
         let bytes: u64 = taken.iter().map(Buffer::bytes).sum();
         let tried = self.try_answers(&numbers);
         drop(taken);
-        self.shortage.end();
+        drop(period);
         let told = match tried {
             Ok(_) => "every answer right".to_owned(),
             Err(Refused::Error(error)) if is_out_of_memory(&error) => error.to_string(),
             Err(refused) => return Err(refused.to_string()),
         };
-        self.mended(&numbers)?;
+        self.check_repaired(&numbers)?;
         Ok(format!("{} GB taken: {told}", bytes >> 30))
     }
 
@@ -283,12 +284,12 @@ impl Ground<'_> {
 
     /// Checks that nothing is left of a fault: the first use repairs the damage, and the next one
     /// finds nothing to warn about.
-    fn mended(&self, numbers: &[u64]) -> Result<(), String> {
+    fn check_repaired(&self, numbers: &[u64]) -> Result<(), String> {
         self.try_anew(numbers)?;
         let warnings = self.try_anew(numbers)?;
         // A compiler's remark is no complaint of the cache.
         match warnings.iter().find(|it| it.contains("cubin")) {
-            Some(warning) => Err(format!("after it was mended: {warning}")),
+            Some(warning) => Err(format!("after it was repaired: {warning}")),
             None => Ok(()),
         }
     }
@@ -331,7 +332,7 @@ fn numbers(random: &mut Random) -> Vec<u64> {
 }
 
 /// Allocates all of the device's memory, in pieces.
-fn take_memory(device: &OnDevice) -> Vec<Buffer> {
+fn take_memory(device: &DeviceSession) -> Vec<Buffer> {
     let device = device.gpu().device();
     let mut taken = Vec::new();
     let mut bytes = device.free_memory().unwrap_or(0);

@@ -7,43 +7,43 @@
 //! | `device` | problems on a GPU, reusing memory and plans |
 //! | `fault` | the injected faults, and how each must be survived |
 //! | `shortage` | periods without device memory |
-//! | `watch` | memory and handles over time |
+//! | `leaks` | memory and handles over time |
 
 mod case;
 mod device;
 mod fault;
+mod leaks;
 mod session;
 mod shortage;
-mod watch;
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use flashcore::serving::Sequences;
-use flashcore::{
-    Backward, DType, InputTensors, Inputs, Layout, Pass, Problem, Progress, Shape, Tensor,
-};
+use flashcore::{Backward, DType, InputTensors, Inputs, Pass, Problem, Progress, Tensor};
 use serde::Serialize;
 use testing::compare_gradients;
 use testing::reference::{self, Heads};
 use testing::verdict::GradientsToJudge;
 
-pub use case::Case;
-pub use fault::{Fault, Met};
-pub use watch::{Held, Holding, Watch};
+pub use fault::{Fault, FaultReport};
+pub use leaks::{ResourceUsage, UsageReport};
 
+use self::case::Case;
 use self::device::is_out_of_memory;
-use self::fault::Ground;
-use self::session::{Answer as SessionAnswer, Asked, Session, Texts, lock};
+use self::fault::FaultInjector;
+use self::leaks::LeakDetector;
+use self::session::{Answer as SessionAnswer, PassInputs, Session, Texts, lock};
 use self::shortage::Shortage;
 use crate::Error;
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 use crate::statistics::Random;
-use crate::verify::Truth;
+use crate::verify::{ExpectedOutput, floats, tensor};
 
 /// Options of a soak.
 #[derive(Debug, Clone)]
@@ -86,13 +86,13 @@ pub struct Summary {
     /// Problems whose answer was wrong, or that were not answered.
     pub failures: Vec<Failure>,
     /// The faults that were injected, and how they were survived.
-    pub faults: Vec<Met>,
+    pub faults: Vec<FaultReport>,
     /// How often the cache complained.
     pub cache_warnings: u64,
     /// Answers that waited until there was device memory again.
     pub waited_for_memory: u64,
     /// Memory and handles; None if the system does not report them.
-    pub held: Option<Holding>,
+    pub held: Option<UsageReport>,
 }
 
 /// A problem with a wrong answer, or with none.
@@ -119,7 +119,7 @@ const MOST_FAILURES: usize = 20;
 /// How often memory and handles are looked at.
 const TICK: Duration = Duration::from_millis(100);
 /// The pause between two faults.
-const PEACE: Duration = Duration::from_millis(500);
+const PAUSE_BETWEEN_FAULTS: Duration = Duration::from_millis(500);
 
 /// Runs a soak. `note` is called with each failure as it occurs.
 pub fn run(
@@ -134,7 +134,7 @@ pub fn run(
     let folder = own.as_ref().map(|it| it.path().join("cache"));
     let cache = options.cache.clone().or(folder).unwrap_or_default();
     let (texts, shortage) = (Texts::default(), Shortage::default());
-    let ground = Ground {
+    let injector = FaultInjector {
         cache: cache.clone(),
         gpu: options.gpu,
         seed: options.seed,
@@ -153,24 +153,27 @@ pub fn run(
         tally: Mutex::default(),
         note,
     };
-    let mut watch = Watch::default();
-    let mut met: Vec<Met> = Vec::new();
+    let mut leaks = LeakDetector::default();
+    let mut faults: Vec<FaultReport> = Vec::new();
     std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| soak.work())).collect();
-        let trouble = scope.spawn(|| soak.meet_faults(&ground));
-        soak.look_on(&mut watch, progress, || workers.iter().all(|it| it.is_finished()));
+        let injecting = scope.spawn(|| {
+            let mut random = Random::new(options.seed);
+            soak.inject_faults(|fault| injector.inject(fault, &mut random))
+        });
+        soak.monitor(&mut leaks, progress, || workers.iter().all(|it| it.is_finished()));
         soak.stop.store(true, Ordering::SeqCst);
-        met = trouble.join().unwrap_or_else(|_| vec![panicked()]);
+        faults = injecting.join().unwrap_or_else(|panic| resume_unwind(panic));
     });
     let seconds = soak.begun.elapsed().as_secs_f64();
     if options.lose_context {
         lose_context(&session, options.seed)?;
     }
     let tally = lock(&soak.tally).clone();
-    let held = watch.conclude();
+    let held = leaks.report();
     let passed = tally.failures.is_empty()
-        && met.iter().all(|it| it.survived == it.times)
+        && faults.iter().all(|it| it.survived == it.times)
         && held.as_ref().is_none_or(|held| held.growth.is_empty());
     Ok(Summary {
         passed,
@@ -180,7 +183,7 @@ pub fn run(
         seconds,
         kernels: tally.kernels,
         failures: tally.failures,
-        faults: met,
+        faults,
         cache_warnings: tally.cache_warnings,
         waited_for_memory: tally.waited_for_memory,
         held,
@@ -242,17 +245,19 @@ impl Soak<'_> {
                     self.shortage.wait();
                 }
                 Ok(checked) => break checked.map_err(|error| error.to_string()),
-                Err(panic) => break Err(format!("it panicked: {}", words(panic.as_ref()))),
+                Err(panic) => break Err(panic_reason(panic.as_ref())),
             }
         };
         let before = self.shortage.moment();
-        let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
+        let appended_or_combined =
+            catch_unwind(AssertUnwindSafe(|| self.session.check_append_or_combine(case)));
         // A failure during a memory shortage is not judged.
         let excused = self.shortage.since(before);
-        let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
+        let appended_or_combined = appended_or_combined
+            .unwrap_or_else(|panic| Some(("append or combine", Err(panic_reason(panic.as_ref())))));
         let mut tally = lock(&self.tally);
         tally.problems += 1;
-        if let Some((kernel, verdict)) = beside {
+        if let Some((kernel, verdict)) = appended_or_combined {
             *tally.kernels.entry(format!("gpu/{kernel}")).or_default() += 1;
             if let (Err(reason), false) = (verdict, excused) {
                 let replay = case.replay_soaking(self.options.seed);
@@ -289,7 +294,7 @@ impl Soak<'_> {
         tally.failures.push(Failure {
             number: case.number,
             problem: case.problem.text(),
-            seed: case.contents,
+            seed: case.tensor_seed,
             kernel,
             reason,
             replay,
@@ -299,36 +304,45 @@ impl Soak<'_> {
         }
     }
 
-    /// Injects one fault after the other, each at least once.
-    fn meet_faults(&self, ground: &Ground<'_>) -> Vec<Met> {
+    /// Injects one fault after the other, each at least once, until one is not survived.
+    fn inject_faults(
+        &self,
+        mut inject: impl FnMut(Fault) -> Result<String, String>,
+    ) -> Vec<FaultReport> {
         let possible = |fault: &&Fault| {
             (self.options.gpu || !fault.needs_gpu())
                 && (self.options.program.is_some() || !fault.needs_sibling())
         };
         let faults: Vec<Fault> = self.options.faults.iter().filter(possible).copied().collect();
-        let new = |fault: &Fault| Met { fault: *fault, times: 0, survived: 0, told: String::new() };
-        let mut all: Vec<Met> = faults.iter().map(new).collect();
-        let mut random = Random::new(self.options.seed);
+        let new = |fault: &Fault| FaultReport {
+            fault: *fault,
+            times: 0,
+            survived: 0,
+            told: String::new(),
+        };
+        let mut all: Vec<FaultReport> = faults.iter().map(new).collect();
         for round in 0.. {
-            for met in &mut all {
+            for report in &mut all {
                 if round > 0 && self.is_over() {
                     return all;
                 }
-                met.times += 1;
-                match ground.meet(met.fault, &mut random) {
+                report.times += 1;
+                let survived = catch_unwind(AssertUnwindSafe(|| inject(report.fault)));
+                let panicked = |panic: Box<dyn Any + Send>| Err(panic_reason(panic.as_ref()));
+                match survived.unwrap_or_else(panicked) {
                     Ok(told) => {
-                        met.survived += 1;
-                        met.told = told;
+                        report.survived += 1;
+                        report.told = told;
                     }
                     Err(told) => {
-                        let fault = met.fault.name();
+                        let fault = report.fault.name();
                         (self.note)(&format!("{fault}: {told}"));
-                        met.told = told;
+                        report.told = told;
                         return all;
                     }
                 }
                 if !self.is_over() {
-                    std::thread::sleep(PEACE);
+                    std::thread::sleep(PAUSE_BETWEEN_FAULTS);
                 }
             }
             if all.is_empty() {
@@ -339,7 +353,7 @@ impl Soak<'_> {
     }
 
     /// Watches memory and reports progress until all workers have ended.
-    fn look_on(&self, watch: &mut Watch, progress: &dyn Progress, ended: impl Fn() -> bool) {
+    fn monitor(&self, leaks: &mut LeakDetector, progress: &dyn Progress, ended: impl Fn() -> bool) {
         let total = match (self.options.duration, self.options.problems) {
             (Some(duration), None) => duration.as_millis() as u64,
             (_, problems) => problems.unwrap_or(0),
@@ -347,7 +361,7 @@ impl Soak<'_> {
         progress.begin(total);
         let mut told = 0;
         while !ended() {
-            watch.look();
+            leaks.sample();
             let done = match self.options.problems {
                 Some(_) => lock(&self.tally).problems,
                 None => self.begun.elapsed().as_millis() as u64,
@@ -356,7 +370,7 @@ impl Soak<'_> {
             told = told.max(done.min(total));
             std::thread::sleep(TICK);
         }
-        watch.look();
+        leaks.sample();
     }
 }
 
@@ -372,21 +386,21 @@ struct Checked {
 /// the same session's forward pass, which are compared too.
 fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let problem = &case.problem;
-    let given = Given::of(problem)?;
-    let tensors = InputTensors::random(problem, case.contents)?;
-    let inputs = given.inputs(&tensors);
+    let auxiliary = AuxiliaryInputs::of(problem)?;
+    let tensors = InputTensors::random(problem, case.tensor_seed)?;
+    let inputs = auxiliary.inputs(&tensors);
     let forward = Case { problem: problem.clone().forward(), ..case.clone() };
-    let answer = session.answer(&forward, Asked::Forward(inputs))?;
+    let answer = session.answer(&forward, PassInputs::Forward(inputs))?;
     let checked = Checked::new(judge(&forward, inputs, &answer)?, &answer);
     if problem.pass == Pass::Forward || checked.wrong.is_some() {
         return Ok(checked);
     }
     let output = tensor(problem.dtypes.output, problem.output_shape(), &answer.results[0])?;
     let lse = floats(&answer.results[1]);
-    let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.contents);
+    let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.tensor_seed);
     let output_gradient = &gradient.map_err(flashcore::Error::from)?;
     let backward = Backward { inputs, output: &output, lse: &lse, output_gradient };
-    let mut answer = session.answer(case, Asked::Backward(backward))?;
+    let mut answer = session.answer(case, PassInputs::Backward(backward))?;
     answer.warnings.extend(checked.warnings);
     Ok(Checked::new(judge_gradients(case, backward, &answer)?, &answer))
 }
@@ -410,8 +424,8 @@ fn judge(
     if Sequences::of(problem, inputs).rows() == 0 {
         return Ok(Ok(0));
     }
-    let truth = Truth::within(OPERATIONS, problem, inputs, case.contents, None)?;
-    let judged = truth.judge(&answer.results[0], &answer.results[1]);
+    let expected = ExpectedOutput::within(OPERATIONS, problem, inputs, case.tensor_seed, None)?;
+    let judged = expected.judge(&answer.results[0], &answer.results[1]);
     Ok(judged.map(|verdict| verdict.rows as u64).map_err(|wrong| wrong.to_string()))
 }
 
@@ -446,17 +460,6 @@ fn judge_gradients(
     Ok(if verdict.passed { Ok(rows) } else { Err(verdict.to_string()) })
 }
 
-/// A tensor of the bytes of contiguous memory.
-fn tensor(dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor, Error> {
-    let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
-    Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
-}
-
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    let (words, _) = bytes.as_chunks::<4>();
-    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
-}
-
 /// Loses the device context and checks the error that every later use gets.
 fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     let Session::Device(device) = session else {
@@ -469,12 +472,12 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     };
     let case = (0..).map(|number| Case::of(seed, number)).find(served);
     let case = case.ok_or_else(|| Error::Impossible("there is no problem".to_owned()))?;
-    let given = Given::of(&case.problem)?;
-    let tensors = InputTensors::random(&case.problem, case.contents)?;
-    let asked = Asked::Forward(given.inputs(&tensors));
-    let lost = device.lose_context(&case, asked);
+    let auxiliary = AuxiliaryInputs::of(&case.problem)?;
+    let tensors = InputTensors::random(&case.problem, case.tensor_seed)?;
+    let inputs = PassInputs::Forward(auxiliary.inputs(&tensors));
+    let lost = device.lose_context(&case, inputs);
     // The next one must be told as well, and must not hang.
-    let after = device.answer(&case, asked);
+    let after = device.answer(&case, inputs);
     match (lost, after) {
         (Err(lost), Err(_)) => Err(lost),
         (lost, after) => {
@@ -484,15 +487,11 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     }
 }
 
-fn panicked() -> Met {
-    let told = "the thread of the faults panicked".to_owned();
-    Met { fault: Fault::Corrupted, times: 1, survived: 0, told }
-}
-
-/// Returns the message of a panic.
-fn words(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+/// A panic as the reason of a failure.
+fn panic_reason(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("it panicked: {}", text.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -532,15 +531,49 @@ mod tests {
         let summary = run(&Options { faults, ..options() }, &Silent, &|_| {}).unwrap();
         assert!(summary.passed, "{summary:?}");
         let warnings = |fault: Fault| {
-            let met = summary.faults.iter().find(|it| it.fault == fault).unwrap();
-            assert!(met.times >= 1 && met.survived == met.times, "{met:?}");
-            met.told.clone()
+            let report = summary.faults.iter().find(|it| it.fault == fault).unwrap();
+            assert!(report.times >= 1 && report.survived == report.times, "{report:?}");
+            report.told.clone()
         };
         for fault in [Fault::Corrupted, Fault::ReadOnly] {
             assert!(!warnings(fault).contains(" 0 warnings"), "{}", warnings(fault));
             assert!(!warnings(fault).starts_with("0 warnings"), "{}", warnings(fault));
         }
         assert!(warnings(Fault::Deleted).contains("files gone"));
+    }
+
+    /// A panic is reported of the fault that it came with, and the reports of the others are kept.
+    #[test]
+    fn a_panic_is_the_failure_of_its_fault() {
+        let options = Options {
+            faults: vec![Fault::Corrupted, Fault::Deleted, Fault::ReadOnly],
+            duration: Some(Duration::ZERO),
+            ..options()
+        };
+        let (texts, shortage) = (Texts::default(), Shortage::default());
+        let folder = tempfile::tempdir().unwrap();
+        let session = Session::open(folder.path(), false, &texts).unwrap();
+        let notes = Mutex::new(Vec::new());
+        let soak = Soak {
+            options: &options,
+            session: &session,
+            begun: Instant::now(),
+            next: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            shortage: &shortage,
+            tally: Mutex::default(),
+            note: &|text| lock(&notes).push(text.to_owned()),
+        };
+        let found = soak.inject_faults(|fault| match fault {
+            Fault::Corrupted => Ok("two files".to_owned()),
+            _ => panic!("a bug with {}", fault.name()),
+        });
+        let numbers: Vec<_> = found.iter().map(|it| (it.fault, it.times, it.survived)).collect();
+        let expected = [(Fault::Corrupted, 1, 1), (Fault::Deleted, 1, 0), (Fault::ReadOnly, 0, 0)];
+        assert_eq!(numbers, expected);
+        assert_eq!(found[0].told, "two files");
+        assert_eq!(found[1].told, "it panicked: a bug with deleted");
+        assert_eq!(*lock(&notes), ["deleted: it panicked: a bug with deleted"]);
     }
 
     #[test]
@@ -550,10 +583,10 @@ mod tests {
             (0..).map(|it| Case::of(3, it)).find(large).unwrap()
         };
         let case = of(Pass::Forward);
-        let given = Given::of(&case.problem).unwrap();
-        let tensors = InputTensors::random(&case.problem, case.contents).unwrap();
-        let inputs = given.inputs(&tensors);
-        let mut answer = on_the_cpu(&case, Asked::Forward(inputs)).unwrap();
+        let auxiliary = AuxiliaryInputs::of(&case.problem).unwrap();
+        let tensors = InputTensors::random(&case.problem, case.tensor_seed).unwrap();
+        let inputs = auxiliary.inputs(&tensors);
+        let mut answer = on_the_cpu(&case, PassInputs::Forward(inputs)).unwrap();
         assert!(judge(&case, inputs, &answer).unwrap().unwrap() > 0);
         answer.results[0].fill(0xFF);
         let reason = judge(&case, inputs, &answer).unwrap().unwrap_err();
@@ -566,14 +599,14 @@ mod tests {
         assert!(replay.starts_with(&format!("flashcore attend --problem {text} --seed ")));
 
         let case = of(Pass::Backward);
-        let given = Given::of(&case.problem).unwrap();
-        let tensors = InputTensors::random(&case.problem, case.contents).unwrap();
-        let inputs = given.inputs(&tensors);
+        let auxiliary = AuxiliaryInputs::of(&case.problem).unwrap();
+        let tensors = InputTensors::random(&case.problem, case.tensor_seed).unwrap();
+        let inputs = auxiliary.inputs(&tensors);
         let (output, lse) = reference::saved(&case.problem, inputs).unwrap();
         let gradient =
             Tensor::random(case.problem.dtype(), case.problem.output_shape(), 1).unwrap();
         let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
-        let right = on_the_cpu(&case, Asked::Backward(backward)).unwrap();
+        let right = on_the_cpu(&case, PassInputs::Backward(backward)).unwrap();
         assert!(judge_gradients(&case, backward, &right).unwrap().unwrap() > 0);
         for wrong in 0..3 {
             for byte in [0, 0xFF] {

@@ -12,28 +12,28 @@ use flashcore::{Backend, Backward, CpuBackend, Inputs, Plan, Preference, RunOpti
 use kernels::Configuration;
 
 use super::case::Case;
-use super::device::OnDevice;
+use super::device::DeviceSession;
 use crate::Error;
 
 /// The inputs of a problem: those of the forward or of the backward pass.
 #[derive(Clone, Copy)]
-pub(super) enum Asked<'a> {
+pub(super) enum PassInputs<'a> {
     Forward(Inputs<'a>),
     Backward(Backward<'a>),
 }
 
-impl<'a> Asked<'a> {
+impl<'a> PassInputs<'a> {
     pub(super) fn inputs(self) -> Inputs<'a> {
         match self {
-            Asked::Forward(inputs) => inputs,
-            Asked::Backward(backward) => backward.inputs,
+            PassInputs::Forward(inputs) => inputs,
+            PassInputs::Backward(backward) => backward.inputs,
         }
     }
 
     pub(super) fn backward(self) -> Option<Backward<'a>> {
         match self {
-            Asked::Forward(_) => None,
-            Asked::Backward(backward) => Some(backward),
+            PassInputs::Forward(_) => None,
+            PassInputs::Backward(backward) => Some(backward),
         }
     }
 }
@@ -52,49 +52,52 @@ pub(super) struct Answer {
 /// One use of the library over a cache on disk, from its opening to its end.
 pub(super) enum Session<'a> {
     Host(Host<'a>),
-    Device(Box<OnDevice>),
+    Device(Box<DeviceSession>),
 }
 
 impl<'a> Session<'a> {
     pub(super) fn open(cache: &Path, gpu: bool, texts: &'a Texts) -> Result<Self, Error> {
         let cache = Cache::at(cache);
         match gpu {
-            true => Ok(Session::Device(Box::new(OnDevice::open(cache)?))),
+            true => Ok(Session::Device(Box::new(DeviceSession::open(cache)?))),
             false => Ok(Session::Host(Host { texts, cache, kept: Mutex::default() })),
         }
     }
 
-    pub(super) fn answer(&self, case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
+    pub(super) fn answer(&self, case: &Case, inputs: PassInputs<'_>) -> Result<Answer, Error> {
         match self {
             Session::Host(host) => {
                 let warnings = host.keep_kernels(case)?;
-                Ok(Answer { warnings, ..on_the_cpu(case, asked)? })
+                Ok(Answer { warnings, ..on_the_cpu(case, inputs)? })
             }
-            Session::Device(device) => device.answer(case, asked),
+            Session::Device(device) => device.answer(case, inputs),
         }
     }
 }
 
 impl Session<'_> {
     /// What goes with attention on a GPU, now and then.
-    pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
+    pub(super) fn check_append_or_combine(
+        &self,
+        case: &Case,
+    ) -> Option<(&'static str, Result<(), String>)> {
         match self {
             Session::Host(_) => None,
-            Session::Device(device) => device.beside(case),
+            Session::Device(device) => device.check_append_or_combine(case),
         }
     }
 }
 
 /// The CPU's answer.
-pub(super) fn on_the_cpu(case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
+pub(super) fn on_the_cpu(case: &Case, inputs: PassInputs<'_>) -> Result<Answer, Error> {
     let (cpu, options) = (CpuBackend::new(), RunOptions::default());
     let floats = |of: &[f32]| of.iter().flat_map(|it| it.to_le_bytes()).collect::<Vec<u8>>();
-    let (results, report) = match asked {
-        Asked::Forward(inputs) => {
+    let (results, report) = match inputs {
+        PassInputs::Forward(inputs) => {
             let found = cpu.run(&case.problem, inputs, &options)?;
             (vec![found.output.bytes().to_vec(), floats(&found.lse)], found.report)
         }
-        Asked::Backward(backward) => {
+        PassInputs::Backward(backward) => {
             let found = cpu.run_backward(&case.problem, backward, &options)?;
             let tensors = [&found.query, &found.key, &found.value];
             let tensors = tensors.map(|it| it.bytes().to_vec()).into_iter();

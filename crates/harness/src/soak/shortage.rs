@@ -11,13 +11,22 @@ pub(super) struct Shortage {
     turns: AtomicU64,
 }
 
-impl Shortage {
-    pub(super) fn begin(&self) {
-        self.turns.fetch_add(1, Ordering::SeqCst);
-    }
+/// A shortage under way.
+#[must_use]
+pub(super) struct ShortagePeriod<'a>(&'a Shortage);
 
-    pub(super) fn end(&self) {
+impl Drop for ShortagePeriod<'_> {
+    fn drop(&mut self) {
+        self.0.turns.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Shortage {
+    /// Begins a shortage that lasts until the returned value is dropped, so that a panic ends it
+    /// too: nobody waits for a memory that stays taken.
+    pub(super) fn begin(&self) -> ShortagePeriod<'_> {
         self.turns.fetch_add(1, Ordering::SeqCst);
+        ShortagePeriod(self)
     }
 
     /// Returns a time stamp for [`since`](Shortage::since).
@@ -47,10 +56,10 @@ mod tests {
         let shortage = Shortage::default();
         let before = shortage.moment();
         assert!(!shortage.since(before));
-        shortage.begin();
+        let period = shortage.begin();
         let during = shortage.moment();
         assert!(shortage.since(before) && shortage.since(during));
-        shortage.end();
+        drop(period);
         shortage.wait();
         assert!(shortage.since(before) && shortage.since(during));
         assert!(!shortage.since(shortage.moment()));

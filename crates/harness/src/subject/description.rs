@@ -7,12 +7,12 @@ use kernels::parameter::{Tensor, Workspace};
 use ptx::{Element, Program, Swizzle};
 use serde::{Deserialize, Serialize};
 
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 
 /// The tensors of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Role {
+pub enum TensorRole {
     /// The queries.
     Query,
     /// The keys.
@@ -33,24 +33,30 @@ pub enum Role {
     ValueGradient,
 }
 
-impl Role {
+impl TensorRole {
     /// Every tensor of the forward pass, inputs first.
-    pub const ALL: [Role; 5] = [Role::Query, Role::Key, Role::Value, Role::Output, Role::Lse];
+    pub const ALL: [TensorRole; 5] = [
+        TensorRole::Query,
+        TensorRole::Key,
+        TensorRole::Value,
+        TensorRole::Output,
+        TensorRole::Lse,
+    ];
 
     /// How many there are with those of the backward pass.
     pub const COUNT: usize = 9;
 
-    fn of(tensor: Tensor) -> Option<Role> {
+    fn of(tensor: Tensor) -> Option<TensorRole> {
         Some(match tensor {
-            Tensor::Query => Role::Query,
-            Tensor::Key => Role::Key,
-            Tensor::Value => Role::Value,
-            Tensor::Output => Role::Output,
-            Tensor::Lse => Role::Lse,
-            Tensor::OutputGradient => Role::OutputGradient,
-            Tensor::QueryGradient => Role::QueryGradient,
-            Tensor::KeyGradient => Role::KeyGradient,
-            Tensor::ValueGradient => Role::ValueGradient,
+            Tensor::Query => TensorRole::Query,
+            Tensor::Key => TensorRole::Key,
+            Tensor::Value => TensorRole::Value,
+            Tensor::Output => TensorRole::Output,
+            Tensor::Lse => TensorRole::Lse,
+            Tensor::OutputGradient => TensorRole::OutputGradient,
+            Tensor::QueryGradient => TensorRole::QueryGradient,
+            Tensor::KeyGradient => TensorRole::KeyGradient,
+            Tensor::ValueGradient => TensorRole::ValueGradient,
             _ => return None,
         })
     }
@@ -70,17 +76,17 @@ pub struct LaunchDescription {
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
     /// One for each parameter.
-    pub arguments: Vec<Passed>,
+    pub arguments: Vec<KernelArgument>,
 }
 
-/// What is passed for a parameter.
+/// The argument for one parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Passed {
+pub enum KernelArgument {
     /// A tensor map.
     TensorMap {
         /// Over which tensor.
-        tensor: Role,
+        tensor: TensorRole,
         /// Its elements.
         #[serde(skip)]
         element: Element,
@@ -96,7 +102,7 @@ pub enum Passed {
     /// The address of a tensor.
     Address {
         /// Which one.
-        tensor: Role,
+        tensor: TensorRole,
     },
     /// A number of 32 bits.
     U32 {
@@ -134,14 +140,17 @@ pub enum Passed {
 }
 
 /// Every launch of a plan over contiguous tensors, in order.
-pub fn of_plan(plan: &Plan, given: &Given) -> Result<Vec<(Program, LaunchDescription)>, String> {
+pub fn of_plan(
+    plan: &Plan,
+    auxiliary: &AuxiliaryInputs,
+) -> Result<Vec<(Program, LaunchDescription)>, String> {
     let choice = plan.chosen.choice.as_ref();
     let launches = choice.map(|it| &it.launches[..]).unwrap_or_default().iter();
     launches
         .enumerate()
         .map(|(index, launch)| {
             let program = launch.kernel.program().map_err(|error| error.to_string())?;
-            let description = of_program(plan, given, index, &program, 0)?;
+            let description = of_program(plan, auxiliary, index, &program, 0)?;
             Ok((program, description))
         })
         .collect()
@@ -151,7 +160,7 @@ pub fn of_plan(plan: &Plan, given: &Given) -> Result<Vec<(Program, LaunchDescrip
 /// many bytes.
 pub(crate) fn of_program(
     plan: &Plan,
-    given: &Given,
+    auxiliary: &AuxiliaryInputs,
     index: usize,
     program: &Program,
     probe: u64,
@@ -162,34 +171,34 @@ pub(crate) fn of_program(
     let lists = choice.lists_over(&[]);
     let arrangement = Arrangement::contiguous(problem).map_err(|error| error.to_string())?;
     let values = bind(launch, &program.parameters, problem, &arrangement)?;
-    let passed = |value: Value| match value {
-        Value::U32(value) => Ok(Passed::U32 { value }),
-        Value::I32(value) => Ok(Passed::I32 { value }),
-        Value::U64(value) => Ok(Passed::U64 { value }),
-        Value::F32(value) => Ok(Passed::F32 { value }),
-        Value::Map(map) => mapped(map),
+    let argument = |value: Value| match value {
+        Value::U32(value) => Ok(KernelArgument::U32 { value }),
+        Value::I32(value) => Ok(KernelArgument::I32 { value }),
+        Value::U64(value) => Ok(KernelArgument::U64 { value }),
+        Value::F32(value) => Ok(KernelArgument::F32 { value }),
+        Value::Map(map) => tensor_map_argument(map),
         Value::Captured(_) => Err("tensors of functions are not described".to_owned()),
-        Value::Address(Source::List(list)) => Ok(match given.list(problem, list) {
-            Some(values) => Passed::Words { values },
-            None => Passed::U64 { value: 0 },
+        Value::Address(Source::List(list)) => Ok(match auxiliary.list(problem, list) {
+            Some(values) => KernelArgument::Words { values },
+            None => KernelArgument::U64 { value: 0 },
         }),
         Value::Address(source) => {
             if let Source::Tensor(tensor) = source
-                && let Some(tensor) = Role::of(tensor)
+                && let Some(tensor) = TensorRole::of(tensor)
             {
-                return Ok(Passed::Address { tensor });
+                return Ok(KernelArgument::Address { tensor });
             }
             let name = format!("{source:?}");
             let memory = choice.memory.iter().find(|memory| memory.source == source);
             if let Some(words) = lists.of(source) {
-                return Ok(Passed::Words { values: words.to_vec() });
+                return Ok(KernelArgument::Words { values: words.to_vec() });
             }
             Ok(match memory.map(|memory| memory.bytes) {
-                Some(bytes) => Passed::Memory { name, bytes },
+                Some(bytes) => KernelArgument::Memory { name, bytes },
                 None if source == Source::Workspace(Workspace::Probe) => {
-                    Passed::Memory { name, bytes: probe }
+                    KernelArgument::Memory { name, bytes: probe }
                 }
-                None => Passed::U64 { value: 0 },
+                None => KernelArgument::U64 { value: 0 },
             })
         }
     };
@@ -199,14 +208,14 @@ pub(crate) fn of_program(
         threads: program.threads,
         cluster: program.cluster,
         shared_bytes: program.shared_bytes(),
-        arguments: values.into_iter().map(passed).collect::<Result<_, String>>()?,
+        arguments: values.into_iter().map(argument).collect::<Result<_, String>>()?,
     })
 }
 
-fn mapped(map: Map) -> Result<Passed, String> {
+fn tensor_map_argument(map: Map) -> Result<KernelArgument, String> {
     let unknown = || format!("nobody maps {:?}", map.tensor);
-    Ok(Passed::TensorMap {
-        tensor: Role::of(map.tensor).ok_or_else(unknown)?,
+    Ok(KernelArgument::TensorMap {
+        tensor: TensorRole::of(map.tensor).ok_or_else(unknown)?,
         element: map.tensor_box.element,
         dimensions: map.dimensions,
         strides: map.strides,
@@ -221,21 +230,21 @@ fn mapped(map: Map) -> Result<Passed, String> {
 /// A tensor map over (dim, length, heads, batch) of a contiguous tensor of a plain problem.
 pub(crate) fn plain_map(
     problem: &Problem,
-    tensor: Role,
+    tensor: TensorRole,
     extent: Vec<u32>,
     swizzle: u32,
-) -> Result<Passed, String> {
+) -> Result<KernelArgument, String> {
     let (shape, dtype) = match tensor {
-        Role::Query => (problem.query_shape(), problem.dtypes.query),
-        Role::Key => (problem.key_shape(), problem.dtypes.key),
-        Role::Value => (problem.value_shape(), problem.dtypes.value),
-        Role::Output => (problem.output_shape(), problem.dtypes.output),
-        Role::Lse => return Err("the log-sum-exps have no tensor map".to_owned()),
+        TensorRole::Query => (problem.query_shape(), problem.dtypes.query),
+        TensorRole::Key => (problem.key_shape(), problem.dtypes.key),
+        TensorRole::Value => (problem.value_shape(), problem.dtypes.value),
+        TensorRole::Output => (problem.output_shape(), problem.dtypes.output),
+        TensorRole::Lse => return Err("the log-sum-exps have no tensor map".to_owned()),
         _ => return Err("gradients are no part of somebody else's kernel yet".to_owned()),
     };
     let strides = flashcore::Layout::contiguous(shape).map_err(|it| it.to_string())?.strides();
     let bytes = dtype.bytes() as u64;
-    Ok(Passed::TensorMap {
+    Ok(KernelArgument::TensorMap {
         tensor,
         element: dtype.element(),
         dimensions: [shape.dim, shape.length, shape.heads, shape.batch].map(|n| n as u64).to_vec(),

@@ -4,7 +4,7 @@ use cuda::{Buffer, DeviceAddress, Event};
 use flashcore::Problem;
 use flashcore::gpu::Gpu;
 
-use super::{Addresses, Call, Flush, Memory, Role, Source, Subject, Tensors};
+use super::{Addresses, Call, Flush, Memory, Source, Subject, TensorRole, Tensors};
 use crate::Error;
 
 /// A kernel on a GPU.
@@ -83,7 +83,7 @@ impl Subject for GpuSubject<'_> {
     }
 
     fn call(&mut self, tensors: &Tensors) -> Result<(), Error> {
-        let mut addresses: Addresses = [DeviceAddress(0); Role::COUNT];
+        let mut addresses: Addresses = [DeviceAddress(0); TensorRole::COUNT];
         for (address, memory) in addresses.iter_mut().zip(tensors.memory) {
             *address = self.buffer(memory)?.address().offset(tensors.offset as u64);
         }

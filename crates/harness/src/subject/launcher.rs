@@ -10,7 +10,7 @@ use cuda::{
 use flashcore::gpu::Gpu;
 use ptx::{Swizzle, TensorBox};
 
-use super::{Addresses, Call, LaunchDescription, Passed, Role};
+use super::{Addresses, Call, KernelArgument, LaunchDescription, TensorRole};
 use crate::Error;
 
 /// A compiled kernel with the launch for one problem.
@@ -19,7 +19,7 @@ pub struct Launcher {
     description: LaunchDescription,
     function: Function,
     launch: Launch,
-    /// What is behind [`Passed::Words`], by argument, and behind [`Passed::Memory`], by name.
+    /// What is behind [`KernelArgument::Words`], by argument, and behind [`KernelArgument::Memory`], by name.
     words: HashMap<usize, Buffer>,
     memory: HashMap<String, Buffer>,
     bound: Option<(Addresses, Arguments)>,
@@ -43,11 +43,11 @@ impl Launcher {
         let (mut words, mut memory) = (HashMap::new(), HashMap::new());
         for (index, argument) in description.arguments.iter().enumerate() {
             match argument {
-                Passed::Words { values } => {
+                KernelArgument::Words { values } => {
                     let values = if values.is_empty() { &[0][..] } else { values };
                     words.insert(index, Buffer::from_slice(gpu.stream(), values)?);
                 }
-                Passed::Memory { name, bytes } => {
+                KernelArgument::Memory { name, bytes } => {
                     let buffer = Buffer::new(gpu.device(), (*bytes).max(4))?;
                     gpu.stream().fill(buffer.all(), 0)?;
                     memory.insert(name.clone(), buffer);
@@ -66,18 +66,25 @@ impl Launcher {
     }
 
     fn arguments(&self, stream: &Stream, addresses: &Addresses) -> Result<Arguments, Error> {
-        let address = |role: Role| addresses[role as usize];
+        let address = |role: TensorRole| addresses[role as usize];
         let mut arguments = Arguments::new();
         for (index, argument) in self.description.arguments.iter().enumerate() {
             match argument {
-                Passed::Address { tensor } => arguments.push(address(*tensor)),
-                Passed::U32 { value } => arguments.push(*value),
-                Passed::I32 { value } => arguments.push(*value),
-                Passed::U64 { value } => arguments.push(*value),
-                Passed::F32 { value } => arguments.push(*value),
-                Passed::Words { .. } => arguments.push(self.words[&index].address()),
-                Passed::Memory { name, .. } => arguments.push(self.memory[name].address()),
-                Passed::TensorMap { tensor, element, dimensions, strides, extent, swizzle } => {
+                KernelArgument::Address { tensor } => arguments.push(address(*tensor)),
+                KernelArgument::U32 { value } => arguments.push(*value),
+                KernelArgument::I32 { value } => arguments.push(*value),
+                KernelArgument::U64 { value } => arguments.push(*value),
+                KernelArgument::F32 { value } => arguments.push(*value),
+                KernelArgument::Words { .. } => arguments.push(self.words[&index].address()),
+                KernelArgument::Memory { name, .. } => arguments.push(self.memory[name].address()),
+                KernelArgument::TensorMap {
+                    tensor,
+                    element,
+                    dimensions,
+                    strides,
+                    extent,
+                    swizzle,
+                } => {
                     let tensor_box = TensorBox {
                         element: *element,
                         extent: extent.clone(),
@@ -120,13 +127,13 @@ impl Call for Launcher {
     }
 }
 
-fn parameter(argument: &Passed) -> Parameter {
+fn parameter(argument: &KernelArgument) -> Parameter {
     match argument {
-        Passed::TensorMap { .. } => Parameter::TensorMap,
-        Passed::U32 { .. } => Parameter::U32,
-        Passed::I32 { .. } => Parameter::I32,
-        Passed::U64 { .. } => Parameter::U64,
-        Passed::F32 { .. } => Parameter::F32,
+        KernelArgument::TensorMap { .. } => Parameter::TensorMap,
+        KernelArgument::U32 { .. } => Parameter::U32,
+        KernelArgument::I32 { .. } => Parameter::I32,
+        KernelArgument::U64 { .. } => Parameter::U64,
+        KernelArgument::F32 { .. } => Parameter::F32,
         _ => Parameter::Address,
     }
 }

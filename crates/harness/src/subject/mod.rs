@@ -10,7 +10,7 @@ mod gpu;
 mod launcher;
 mod planned;
 
-pub use description::{LaunchDescription, Passed, Role, of_plan};
+pub use description::{KernelArgument, LaunchDescription, TensorRole, of_plan};
 pub(crate) use description::{of_program, plain_map};
 pub(crate) use flush::{Flush, flush_bytes};
 pub use gpu::GpuSubject;
@@ -23,8 +23,8 @@ use flashcore::gpu::Gpu;
 
 use crate::Error;
 
-/// Device addresses of the tensors, by [`Role`]; zero for those that a call does not have.
-pub type Addresses = [DeviceAddress; Role::COUNT];
+/// Device addresses of the tensors, by [`TensorRole`]; zero for those that a call does not have.
+pub type Addresses = [DeviceAddress; TensorRole::COUNT];
 
 /// A kernel, or a plan of several, that can be prepared for a problem on a GPU.
 pub trait Source {
@@ -44,7 +44,7 @@ pub trait Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Memory(pub usize);
 
-/// The memory of a call's tensors, in the order of [`Role::ALL`], with room for a guard zone before
+/// The memory of a call's tensors, in the order of [`TensorRole::ALL`], with room for a guard zone before
 /// each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tensors {
@@ -56,7 +56,7 @@ pub struct Tensors {
 
 impl Tensors {
     /// Where one of them is.
-    pub fn at(&self, role: Role) -> Memory {
+    pub fn at(&self, role: TensorRole) -> Memory {
         self.memory[role as usize]
     }
 }

@@ -5,9 +5,9 @@ use flashcore::gpu::{AttentionPlan, DeviceLists, Gpu, Gradients, Tensors};
 use flashcore::plan::Arrangement;
 use flashcore::{Error as LibraryError, Pass, Plan};
 
-use super::{Addresses, Call, Role};
+use super::{Addresses, Call, TensorRole};
 use crate::Error;
-use crate::given::Given;
+use crate::auxiliary_inputs::AuxiliaryInputs;
 
 /// A plan with the lists that its calls are given.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub struct Planned {
 
 impl Planned {
     /// Compiles a plan over contiguous tensors.
-    pub fn new(gpu: &Gpu, plan: Plan, given: &Given) -> Result<Self, Error> {
+    pub fn new(gpu: &Gpu, plan: Plan, auxiliary: &AuxiliaryInputs) -> Result<Self, Error> {
         let problem = &plan.problem;
         let nowhere = [DeviceAddress(0); 4];
         let tensors = Tensors::contiguous(problem, nowhere, Some(DeviceAddress(0)));
@@ -32,7 +32,7 @@ impl Planned {
             let sinks = sinks.transpose()?;
             tensors.gradients = Some(Gradients { output, query, key, value, sinks });
         }
-        given.on_device(problem, &mut lists, &mut tensors)?;
+        auxiliary.on_device(problem, &mut lists, &mut tensors)?;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
         let plan = AttentionPlan::of(gpu, plan, arrangement)?;
         Ok(Planned { plan, tensors, _lists: lists.into_buffers() })
@@ -46,19 +46,19 @@ impl Planned {
 
 impl Call for Planned {
     fn launch(&mut self, stream: &Stream, addresses: &Addresses) -> Result<(), Error> {
-        let at = |role: Role| addresses[role as usize];
+        let at = |role: TensorRole| addresses[role as usize];
         let Tensors { query, key, value, output, gradients, .. } = &mut self.tensors;
-        query.address = at(Role::Query);
-        key.address = at(Role::Key);
-        value.address = at(Role::Value);
-        output.address = at(Role::Output);
+        query.address = at(TensorRole::Query);
+        key.address = at(TensorRole::Key);
+        value.address = at(TensorRole::Value);
+        output.address = at(TensorRole::Output);
         if let Some(gradients) = gradients {
-            gradients.output.address = at(Role::OutputGradient);
-            gradients.query.address = at(Role::QueryGradient);
-            gradients.key.address = at(Role::KeyGradient);
-            gradients.value.address = at(Role::ValueGradient);
+            gradients.output.address = at(TensorRole::OutputGradient);
+            gradients.query.address = at(TensorRole::QueryGradient);
+            gradients.key.address = at(TensorRole::KeyGradient);
+            gradients.value.address = at(TensorRole::ValueGradient);
         }
-        self.tensors.lse = Some(at(Role::Lse));
+        self.tensors.lse = Some(at(TensorRole::Lse));
         Ok(self.plan.launch(stream, &self.tensors)?)
     }
 }

@@ -17,16 +17,16 @@ use testing::scene::Call;
 /// What a key block costs a multiprocessor, in cycles.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockCost {
-    /// The tensor cores.
+    /// Cycles of the tensor cores.
     pub tensor: f64,
-    /// The unit that takes exponentials.
+    /// Cycles of the special-function unit, for exponentials.
     pub exponentials: f64,
-    /// Issuing instructions.
+    /// Cycles to issue instructions.
     pub issue: f64,
 }
 
 impl BlockCost {
-    /// Counts it in the simulator.
+    /// Counts the cost of a configuration in the simulator.
     pub fn count(forward: &Forward) -> Result<Self, String> {
         // A mask costs nothing in most blocks.
         let dense = Forward { rules: Rules::DENSE, stream_k: false, ..*forward };

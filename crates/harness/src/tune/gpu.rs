@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use super::cost::{BlockCost, predict};
 use super::search::Meter;
 use crate::Error;
-use crate::bench::{Arena, Candidate, Pool};
+use crate::bench::{Candidate, CandidateTimer, Pool};
 use crate::provenance::GpuFound;
 use crate::statistics::Random;
 
@@ -21,25 +21,25 @@ use crate::statistics::Random;
 pub struct GpuMeter<'a> {
     gpu: &'a Gpu,
     problem: Problem,
-    arena: Arena,
+    timer: CandidateTimer,
     random: Random,
     /// What the compiler said of each, by fingerprint: the cache of cubins has no log.
     known: std::sync::Mutex<HashMap<String, Result<(), String>>>,
 }
 
 impl<'a> GpuMeter<'a> {
-    /// For a problem.
+    /// Makes a meter for a problem.
     pub fn new(gpu: &'a Gpu, problem: &Problem, seed: u64) -> Result<Self, Error> {
         Ok(GpuMeter {
             gpu,
             problem: problem.clone(),
-            arena: Arena::new(gpu, problem, Pool::new(seed))?,
+            timer: CandidateTimer::new(gpu, problem, Pool::new(seed))?,
             random: Random::new(seed),
             known: Default::default(),
         })
     }
 
-    /// Compiles one: its fingerprint, or why it is of no use.
+    /// Compiles a configuration; returns its fingerprint, or why it cannot be used.
     fn compile_one(&self, kernel: &Configuration) -> Result<String, String> {
         let program = kernel.program().map_err(|error| error.to_string())?;
         let kernel = fingerprint(&ptx::print(&program));
@@ -81,11 +81,11 @@ impl Meter for GpuMeter<'_> {
         rounds: usize,
     ) -> Result<Vec<Vec<f64>>, Error> {
         let candidates: Vec<Candidate> = kernels.iter().map(|it| Candidate::of(*it)).collect();
-        self.arena.time(self.gpu, &self.problem, &candidates, rounds)
+        self.timer.time(self.gpu, &self.problem, &candidates, rounds)
     }
 
     fn check(&mut self, kernel: &Configuration) -> Result<(), Error> {
         let candidate = Candidate::of(*kernel);
-        self.arena.validate(self.gpu, &self.problem, &candidate, self.random.bits())
+        self.timer.validate(self.gpu, &self.problem, &candidate, self.random.bits())
     }
 }

@@ -1,5 +1,5 @@
-//! The log of a search: one line of JSON for each configuration that was looked at. A search
-//! that is begun again with the same log goes on where it was.
+//! The log of a search: one line of JSON for each configuration that was tried. A search that is
+//! started with an existing log resumes from it.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::space::Genome;
 use crate::Error;
 
-/// What became of a configuration.
+/// A configuration that was tried, and the outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The problem, as its text.
@@ -21,24 +21,24 @@ pub struct Record {
     pub genome: Genome,
     /// The fingerprint of its PTX, where it was built.
     pub kernel: Option<String>,
-    /// In which generation.
+    /// The generation that tried it.
     pub generation: usize,
     /// Milliseconds by the cost model.
     pub predicted: Option<f64>,
-    /// What came of it.
-    pub fate: Fate,
+    /// The outcome.
+    pub fate: TrialOutcome,
 }
 
-/// How far a configuration came.
+/// The outcome of trying a configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "fate", rename_all = "snake_case")]
-pub enum Fate {
+pub enum TrialOutcome {
     /// It cannot be built.
     Impossible {
         /// Why.
         reason: String,
     },
-    /// The cost model gave it up.
+    /// The cost model rejected it.
     Hopeless,
     /// The compiler refused it, or it spills.
     Discarded {
@@ -49,7 +49,7 @@ pub enum Fate {
     Measured {
         /// Milliseconds.
         milliseconds: f64,
-        /// Samples that is the median of.
+        /// The number of samples, of which this is the median.
         rounds: usize,
     },
 }
@@ -58,7 +58,7 @@ impl Record {
     /// Milliseconds, if it was measured.
     pub fn milliseconds(&self) -> Option<f64> {
         match self.fate {
-            Fate::Measured { milliseconds, .. } => Some(milliseconds),
+            TrialOutcome::Measured { milliseconds, .. } => Some(milliseconds),
             _ => None,
         }
     }
@@ -78,29 +78,35 @@ impl Log {
     }
 
     /// A log in a file; what is there already is read. A last line that was cut off in the middle
-    /// is no error.
+    /// is removed.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let what = path.display().to_string();
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        let bytes = match std::fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::io(format!("cannot read {what}"))(error)),
         };
         let mut records = Vec::new();
-        let count = text.lines().count();
-        for (number, line) in text.lines().enumerate() {
-            match serde_json::from_str(line) {
+        // Bytes of the lines read so far.
+        let mut end = 0;
+        for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
+            match serde_json::from_slice(line) {
                 Ok(record) => records.push(record),
-                Err(_) if number + 1 == count => {}
+                Err(error) if error.is_eof() && end + line.len() == bytes.len() => break,
                 Err(error) => {
-                    let what = format!("{what}, line {}", number + 1);
+                    let what = format!("{what}, line {}", index + 1);
                     return Err(Error::Malformed { what, reason: error.to_string() });
                 }
             }
+            end += line.len();
         }
         let open = OpenOptions::new().create(true).append(true).open(path);
         let mut file = open.map_err(Error::io(format!("cannot write {what}")))?;
-        if !text.is_empty() && !text.ends_with('\n') {
+        if end < bytes.len() {
+            let writable = OpenOptions::new().write(true).open(path);
+            let cut = writable.and_then(|file| file.set_len(end as u64));
+            cut.map_err(Error::io(format!("cannot write {what}")))?;
+        } else if !bytes.is_empty() && !bytes.ends_with(b"\n") {
             file.write_all(b"\n").map_err(Error::io(format!("cannot write {what}")))?;
         }
         Ok(Log { records, file: Some(file) })
@@ -141,7 +147,7 @@ mod tests {
             kernel: None,
             generation,
             predicted: Some(1.5),
-            fate: Fate::Measured { milliseconds: 1.25, rounds: 3 },
+            fate: TrialOutcome::Measured { milliseconds: 1.25, rounds: 3 },
         };
         let mut log = Log::open(&path).unwrap();
         log.push(record(0)).unwrap();
@@ -153,7 +159,29 @@ mod tests {
         let mut log = Log::open(&path).unwrap();
         assert_eq!(log.records(), [record(0), record(1)]);
         log.push(record(2)).unwrap();
-        let message = Log::open(&path).unwrap_err().to_string();
-        assert!(message.contains("line 3"), "{message}");
+        drop(log);
+        let log = Log::open(&path).unwrap();
+        assert_eq!(log.records(), [record(0), record(1), record(2)]);
+        // Only the end of the line was not written.
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.trim_end()).unwrap();
+        let mut log = Log::open(&path).unwrap();
+        log.push(record(3)).unwrap();
+        assert_eq!(Log::open(&path).unwrap().records().len(), 4);
+    }
+
+    /// What is no log stays as it is.
+    #[test]
+    fn another_file_is_refused_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("results.json");
+        for (text, line) in
+            [("{}", "line 1"), ("{\"problem\"\n{}\n", "line 1"), ("words", "line 1")]
+        {
+            std::fs::write(&path, text).unwrap();
+            let message = Log::open(&path).unwrap_err().to_string();
+            assert!(message.contains(line), "{message}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
     }
 }

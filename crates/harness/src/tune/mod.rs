@@ -3,18 +3,18 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `space` | what can be varied |
-//! | `cost` | what the simulator's counts say about a configuration |
+//! | `space` | the search space |
+//! | `cost` | a cost model from the simulator's counts |
 //! | `search` | generations, successive halving, the last duel with the rules' choice |
-//! | `log` | what was looked at, to go on from |
-//! | `insight` | what helped, and by how much |
+//! | `log` | the configurations that were tried, to resume from |
+//! | `effects` | the effect of each parameter on speed |
 //! | `gpu` | compiling and measuring on a GPU |
 //!
 //! What is found is the [`TuningFile`] that the planner reads.
 
 pub mod cost;
+pub mod effects;
 mod gpu;
-pub mod insight;
 pub mod log;
 pub mod search;
 pub mod space;
@@ -32,10 +32,10 @@ use kernels::Configuration;
 
 use crate::Error;
 use crate::report::write;
-use search::Found;
+use search::SearchResult;
 
 /// The entry of a tuning file for what a search found; the file knows the forward kernel alone.
-pub fn entry(found: &Found, problem: &Problem, chip: &Chip) -> Option<Entry> {
+pub fn entry(found: &SearchResult, problem: &Problem, chip: &Chip) -> Option<Entry> {
     let Configuration::Forward(best) = &found.best else { return None };
     let workload = workload(chip, problem).ok()?;
     Some(Entry {

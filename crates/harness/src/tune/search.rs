@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use kernels::{Configuration, Forward};
 use rayon::prelude::*;
 
-use super::log::{Fate, Log, Record};
-use super::space::{Genome, beside, possible};
+use super::log::{Log, Record, TrialOutcome};
+use super::space::{Genome, neighbours, possible};
 use crate::Error;
 use crate::statistics::{Difference, Random, median};
 
@@ -23,7 +23,7 @@ pub trait Meter: Sync {
     /// Measures milliseconds of each, round by round, in alternation.
     fn measure(&mut self, kernels: &[Configuration], rounds: usize)
     -> Result<Vec<Vec<f64>>, Error>;
-    /// Whether its output is right.
+    /// Checks the output of a configuration.
     fn check(&mut self, kernel: &Configuration) -> Result<(), Error>;
 }
 
@@ -38,7 +38,7 @@ pub enum Start {
 
 /// How to search.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct SearchOptions {
     /// How it begins.
     pub start: Start,
     /// When it must end.
@@ -51,9 +51,9 @@ pub struct Plan {
     pub patience: usize,
 }
 
-impl Default for Plan {
+impl Default for SearchOptions {
     fn default() -> Self {
-        Plan {
+        SearchOptions {
             start: Start::Rules,
             budget: Duration::from_secs(60),
             seed: 0,
@@ -75,7 +75,7 @@ const DUEL: usize = 21;
 
 /// What a search found.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+pub struct SearchResult {
     /// The best.
     pub best: Configuration,
     /// The fingerprint of its PTX.
@@ -86,13 +86,13 @@ pub struct Found {
     pub milliseconds: [f64; 2],
     /// The speed of the best over that of the rules' choice.
     pub speedup: f64,
-    /// What that may be off by.
+    /// The noise of the speedup.
     pub noise: f64,
     /// Whether the best is better than the rules by more than noise.
     pub better: bool,
-    /// Generations, and configurations looked at, compiled and measured.
+    /// Generations of the search.
     pub generations: usize,
-    /// Configurations looked at.
+    /// Configurations tried, with those that were not compiled.
     pub seen: usize,
     /// Configurations measured.
     pub measured: usize,
@@ -110,7 +110,7 @@ struct Member {
 struct Search<'a> {
     problem: &'a str,
     base: Forward,
-    plan: &'a Plan,
+    options: &'a SearchOptions,
     meter: &'a mut dyn Meter,
     log: &'a mut Log,
     random: Random,
@@ -125,19 +125,19 @@ struct Search<'a> {
 pub fn search(
     problem: &str,
     base: Forward,
-    plan: &Plan,
+    options: &SearchOptions,
     meter: &mut dyn Meter,
     log: &mut Log,
     told: &mut dyn FnMut(&str),
-) -> Result<Found, Error> {
+) -> Result<SearchResult, Error> {
     let begun = Instant::now();
     let mut search = Search {
         problem,
         base,
-        plan,
+        options,
         meter,
         log,
-        random: Random::new(plan.seed),
+        random: Random::new(options.seed),
         seen: HashSet::new(),
         kernels: HashMap::new(),
         predictions: HashMap::new(),
@@ -147,20 +147,19 @@ pub fn search(
     search.resume();
     let mut quiet = 0;
     let mut generation = 0;
-    while quiet < plan.patience && begun.elapsed() < plan.budget {
+    while quiet < options.patience && begun.elapsed() < options.budget {
         let before = search.best().map(|it| it.milliseconds);
-        let candidates = match (generation, search.population.is_empty()) {
-            (0, true) => search.beginning(),
-            _ => search.children(),
-        };
+        let candidates = search.candidates(generation);
         if candidates.is_empty() {
             break;
         }
         search.generation(generation, candidates)?;
         generation += 1;
+        quiet += 1;
         let Some(best) = search.best() else { continue };
-        let improved = before.is_none_or(|before| best.milliseconds < 0.998 * before);
-        quiet = if improved { 0 } else { quiet + 1 };
+        if before.is_none_or(|before| best.milliseconds < 0.998 * before) {
+            quiet = 0;
+        }
         told(&format!(
             "{problem}: generation {generation}, {} measured, best {:.4} ms ({})",
             search.measured,
@@ -172,7 +171,7 @@ pub fn search(
     let best = search.population.iter().map(|it| search.kernel(&it.genome));
     let best = best.filter(|it| *it != rules).take(3).collect();
     let found = duel(search.meter, rules, best)?;
-    Ok(Found {
+    Ok(SearchResult {
         generations: generation,
         seen: search.seen.len(),
         measured: search.measured,
@@ -188,9 +187,9 @@ pub fn sweep(
     base: Configuration,
     meter: &mut dyn Meter,
     told: &mut dyn FnMut(&str),
-) -> Result<Found, Error> {
+) -> Result<SearchResult, Error> {
     let begun = Instant::now();
-    let all = beside(&base);
+    let all = neighbours(&base);
     let compiled = meter.compile(&all);
     let kernels: Vec<Configuration> =
         all.iter().zip(compiled).filter(|(_, it)| it.is_ok()).map(|(kernel, _)| *kernel).collect();
@@ -201,7 +200,7 @@ pub fn sweep(
     let best = order.iter().take(3).map(|index| kernels[*index]).collect();
     let found = duel(meter, base, best)?;
     let seconds = begun.elapsed().as_secs_f64();
-    Ok(Found { generations: 1, seen: all.len(), measured: kernels.len(), seconds, ..found })
+    Ok(SearchResult { generations: 1, seen: all.len(), measured: kernels.len(), seconds, ..found })
 }
 
 /// Measures the best few against the rules' choice at length: only a significant difference
@@ -210,7 +209,7 @@ fn duel(
     meter: &mut dyn Meter,
     rules: Configuration,
     best: Vec<Configuration>,
-) -> Result<Found, Error> {
+) -> Result<SearchResult, Error> {
     let kernels = [&[rules][..], &best].concat();
     let compiled: Vec<String> = (meter.compile(&kernels).into_iter())
         .collect::<Result<_, _>>()
@@ -222,7 +221,7 @@ fn duel(
     let mut winner = 0;
     for &index in &order {
         let difference = difference(index);
-        if index == 0 || !difference.is_real() || difference.ratio < 1.0 {
+        if index == 0 || !difference.is_significant() || difference.ratio < 1.0 {
             break;
         }
         // Configurations with wrong results are out.
@@ -234,7 +233,7 @@ fn duel(
     let other = order.into_iter().find(|index| *index != 0).unwrap_or(0);
     let contender = if winner == 0 { other } else { winner };
     let Difference { ratio, noise } = difference(contender);
-    Ok(Found {
+    Ok(SearchResult {
         best: kernels[contender],
         kernel: compiled[contender].clone(),
         rules,
@@ -258,7 +257,8 @@ impl Search<'_> {
         self.population.first().copied()
     }
 
-    /// Takes over what the log has of this problem on this machine, where the kernel is the same.
+    /// Resumes from the log: takes the records of this problem and machine whose kernels have not
+    /// changed.
     fn resume(&mut self) {
         let machine = self.meter.machine();
         let records: Vec<Record> = (self.log.records().iter())
@@ -291,13 +291,25 @@ impl Search<'_> {
         self.population.truncate(POPULATION);
     }
 
+    /// The configurations of a generation, none of which was tried before.
+    fn candidates(&mut self, generation: usize) -> Vec<Genome> {
+        if generation == 0 && self.population.is_empty() {
+            let mut genomes = self.beginning();
+            genomes.retain(|it| !self.seen.contains(it));
+            if !genomes.is_empty() {
+                return genomes;
+            }
+        }
+        self.children()
+    }
+
     fn beginning(&mut self) -> Vec<Genome> {
-        match self.plan.start {
+        match self.options.start {
             Start::Poor => vec![Genome::POOR],
             Start::Rules => {
                 let mut genomes = vec![Genome::of(&self.base)];
                 let all = Genome::all();
-                while genomes.len() < self.plan.batch {
+                while genomes.len() < self.options.batch {
                     let genome = match self.random.below(2) {
                         0 => genomes[0].mutate(&mut self.random),
                         _ => all[self.random.below(all.len())],
@@ -311,22 +323,23 @@ impl Search<'_> {
         }
     }
 
-    /// Makes new configurations: children and neighbours of the population, and random ones.
+    /// Makes new configurations: children and neighbours of the population, and random ones; only
+    /// random ones while no configuration could be measured.
     fn children(&mut self) -> Vec<Genome> {
         let all = Genome::all();
         let mut genomes: Vec<Genome> = Vec::new();
-        // More than are compiled: the model will give up many of them.
-        let wanted = 4 * self.plan.batch;
+        // More than are compiled: the model rejects many of them.
+        let wanted = 4 * self.options.batch;
         for _ in 0..50 * wanted {
             if genomes.len() == wanted {
                 break;
             }
-            let parent = self.parent();
-            let child = match self.random.below(4) {
-                0 => all[self.random.below(all.len())],
-                1 => parent.cross(self.parent(), &mut self.random).mutate(&mut self.random),
-                2 => parent.cross(self.parent(), &mut self.random),
-                _ => parent.mutate(&mut self.random),
+            let parents = self.parent().zip(self.parent());
+            let child = match (self.random.below(4), parents) {
+                (0, _) | (_, None) => all[self.random.below(all.len())],
+                (1, Some((one, two))) => one.cross(two, &mut self.random).mutate(&mut self.random),
+                (2, Some((one, two))) => one.cross(two, &mut self.random),
+                (_, Some((one, _))) => one.mutate(&mut self.random),
             };
             if !self.seen.contains(&child) && !genomes.contains(&child) {
                 genomes.push(child);
@@ -335,14 +348,19 @@ impl Search<'_> {
         genomes
     }
 
-    /// The better of two, drawn at random.
-    fn parent(&mut self) -> Genome {
+    /// The better of two members, drawn at random; None if there is no member.
+    fn parent(&mut self) -> Option<Genome> {
         let count = self.population.len();
         let [one, two] = [self.random.below(count), self.random.below(count)];
-        self.population[one.min(two)].genome
+        self.population.get(one.min(two)).map(|it| it.genome)
     }
 
-    fn record(&mut self, genome: Genome, generation: usize, fate: Fate) -> Result<(), Error> {
+    fn record(
+        &mut self,
+        genome: Genome,
+        generation: usize,
+        fate: TrialOutcome,
+    ) -> Result<(), Error> {
         self.seen.insert(genome);
         self.log.push(Record {
             problem: self.problem.to_owned(),
@@ -369,7 +387,9 @@ impl Search<'_> {
         let mut hopeful = Vec::new();
         for (genome, predicted) in judged {
             match predicted {
-                Err(reason) => self.record(genome, generation, Fate::Impossible { reason })?,
+                Err(reason) => {
+                    self.record(genome, generation, TrialOutcome::Impossible { reason })?
+                }
                 Ok(predicted) => {
                     self.predictions.insert(genome, predicted);
                     hopeful.push((genome, predicted));
@@ -383,8 +403,8 @@ impl Search<'_> {
         let mut chosen = Vec::new();
         for (index, (genome, predicted)) in hopeful.into_iter().enumerate() {
             if !first && predicted > HOPELESS * best {
-                self.record(genome, generation, Fate::Hopeless)?;
-            } else if index < self.plan.batch || first {
+                self.record(genome, generation, TrialOutcome::Hopeless)?;
+            } else if index < self.options.batch || first {
                 chosen.push(genome);
             }
         }
@@ -397,7 +417,9 @@ impl Search<'_> {
                     self.kernels.insert(genome, kernel);
                     alive.push(genome);
                 }
-                Err(reason) => self.record(genome, generation, Fate::Discarded { reason })?,
+                Err(reason) => {
+                    self.record(genome, generation, TrialOutcome::Discarded { reason })?
+                }
             }
         }
         self.halve(generation, alive)
@@ -434,7 +456,7 @@ impl Search<'_> {
             let keep = if last { 0 } else { ranked.len().div_ceil(2) };
             for member in &ranked[keep..] {
                 let Member { genome, milliseconds } = *member;
-                self.record(genome, generation, Fate::Measured { milliseconds, rounds })?;
+                self.record(genome, generation, TrialOutcome::Measured { milliseconds, rounds })?;
                 self.admit(*member);
             }
             alive = ranked[..keep].iter().map(|it| it.genome).collect();
@@ -452,6 +474,8 @@ mod tests {
     struct Known {
         random: Random,
         measured: usize,
+        /// Registers spill with larger key blocks.
+        largest_block: u32,
     }
 
     fn forward(kernel: &Configuration) -> Forward {
@@ -480,7 +504,7 @@ mod tests {
         }
 
         fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>> {
-            let of = |kernel: &Configuration| match forward(kernel).key_block > 160 {
+            let of = |kernel: &Configuration| match forward(kernel).key_block > self.largest_block {
                 true => Err("registers spill".to_owned()),
                 false => {
                     let program = kernel.program().map_err(|error| error.to_string())?;
@@ -516,10 +540,11 @@ mod tests {
         super::super::space::chosen("b=2,h=32,s=8192,d=64,bf16")
     }
 
-    fn run(start: Start, log: &mut Log) -> (Found, usize) {
-        let mut meter = Known { random: Random::new(3), measured: 0 };
-        let plan = Plan { start, budget: Duration::from_secs(60), ..Plan::default() };
-        let found = search("p", base(), &plan, &mut meter, log, &mut |_| {}).unwrap();
+    fn run(start: Start, log: &mut Log) -> (SearchResult, usize) {
+        let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 160 };
+        let options =
+            SearchOptions { start, budget: Duration::from_secs(60), ..SearchOptions::default() };
+        let found = search("p", base(), &options, &mut meter, log, &mut |_| {}).unwrap();
         (found, meter.measured)
     }
 
@@ -538,6 +563,37 @@ mod tests {
         }
     }
 
+    /// Blocks of 16 keys are too small for 8-bit elements, so the poor start itself cannot be built.
+    #[test]
+    fn a_start_that_cannot_be_built_is_no_end() {
+        let base = super::super::space::chosen("b=2,h=16,s=8192,d=128,e4m3");
+        assert!(super::possible(&Genome::POOR.configuration(&base)).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let options = SearchOptions { start: Start::Poor, patience: 2, ..SearchOptions::default() };
+        for _ in 0..2 {
+            let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 256 };
+            let mut log = Log::open(&path).unwrap();
+            let found = search("p", base, &options, &mut meter, &mut log, &mut |_| {}).unwrap();
+            assert!(found.measured > 0, "{found:?}");
+            let poor = log.records().iter().filter(|it| it.genome == Genome::POOR);
+            assert_eq!(poor.count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_compiler_that_discards_everything_ends_the_search_with_its_reason() {
+        for start in [Start::Poor, Start::Rules] {
+            let mut meter = Known { random: Random::new(3), measured: 0, largest_block: 0 };
+            let (options, mut log) =
+                (SearchOptions { start, ..SearchOptions::default() }, Log::new());
+            let found = search("p", base(), &options, &mut meter, &mut log, &mut |_| {});
+            let message = found.unwrap_err().to_string();
+            assert!(message.contains("registers spill"), "{message}");
+            assert_eq!(meter.measured, 0);
+        }
+    }
+
     #[test]
     fn a_log_is_gone_on_with() {
         let folder = tempfile::tempdir().unwrap();
@@ -548,7 +604,7 @@ mod tests {
         let (found, second) = run(Start::Poor, &mut log);
         assert!(second < first, "{second} after {first}");
         assert!(found.better);
-        // Nothing is looked at twice.
+        // No configuration is tried twice.
         let genomes: Vec<Genome> = log.records().iter().map(|it| it.genome).collect();
         let mut once = genomes.clone();
         once.sort();
@@ -561,9 +617,10 @@ mod tests {
     fn the_hopeless_are_not_measured() {
         let mut log = Log::new();
         run(Start::Rules, &mut log);
-        let fates = |is: fn(&Fate) -> bool| log.records().iter().filter(|it| is(&it.fate)).count();
-        assert!(fates(|it| matches!(it, Fate::Hopeless)) > 0);
-        assert!(fates(|it| matches!(it, Fate::Impossible { .. })) > 0);
+        let outcomes =
+            |is: fn(&TrialOutcome) -> bool| log.records().iter().filter(|it| is(&it.fate)).count();
+        assert!(outcomes(|it| matches!(it, TrialOutcome::Hopeless)) > 0);
+        assert!(outcomes(|it| matches!(it, TrialOutcome::Impossible { .. })) > 0);
         let single_stage = log.records().iter().filter(|it| {
             it.genome.get(Gene::Stages) == 1 && it.milliseconds().is_some() && it.generation > 0
         });

@@ -1,4 +1,4 @@
-//! What can be varied, and how.
+//! The search space: the parameters of configurations, and how they are varied.
 
 use flashcore::family::tuning::Variant;
 use kernels::forward::every_tuned;
@@ -15,7 +15,7 @@ use crate::statistics::Random;
 #[serde(transparent)]
 pub struct Genome(pub Variant);
 
-/// One thing that can be varied.
+/// A parameter that can be varied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gene {
@@ -29,13 +29,14 @@ pub enum Gene {
     QueryBuffers,
     /// Whether queries are multiplied from registers.
     QueryRegisters,
-    /// Whether warpgroups take turns.
-    Turns,
+    /// Whether warpgroups take turns at the tensor cores (ping-pong).
+    #[serde(rename = "turns")]
+    PingPong,
     /// Whether tiles overlap.
     OverlapTiles,
-    /// Whether the body of the loop is two steps.
+    /// Whether the loop body is unrolled to two steps.
     TwoSteps,
-    /// Whether the guard's slow path is apart.
+    /// Whether the guard's slow path is moved out of the loop.
     SlowPathApart,
 }
 
@@ -47,7 +48,7 @@ impl Gene {
         Gene::Stages,
         Gene::QueryBuffers,
         Gene::QueryRegisters,
-        Gene::Turns,
+        Gene::PingPong,
         Gene::OverlapTiles,
         Gene::TwoSteps,
         Gene::SlowPathApart,
@@ -61,7 +62,7 @@ impl Gene {
             Gene::Stages => "stages",
             Gene::QueryBuffers => "query buffers",
             Gene::QueryRegisters => "queries in registers",
-            Gene::Turns => "turns",
+            Gene::PingPong => "turns",
             Gene::OverlapTiles => "tiles overlap",
             Gene::TwoSteps => "two steps in the loop",
             Gene::SlowPathApart => "slow path apart",
@@ -76,7 +77,7 @@ impl Gene {
             Gene::Stages => vec![1, 2, 3, 4],
             Gene::QueryBuffers => vec![1, 2],
             Gene::QueryRegisters
-            | Gene::Turns
+            | Gene::PingPong
             | Gene::OverlapTiles
             | Gene::TwoSteps
             | Gene::SlowPathApart => vec![0, 1],
@@ -85,7 +86,7 @@ impl Gene {
 }
 
 impl Genome {
-    /// A poor beginning: one of everything, small blocks, no turns.
+    /// A poor start: one warpgroup, one stage, small key blocks, no ping-pong.
     pub const POOR: Genome = Genome(Variant {
         warpgroups: 1,
         key_block: 16,
@@ -98,7 +99,7 @@ impl Genome {
         slow_path_apart: false,
     });
 
-    /// What a configuration has.
+    /// The genome of a configuration.
     pub fn of(forward: &Forward) -> Self {
         Genome(Variant::of(forward))
     }
@@ -117,14 +118,14 @@ impl Genome {
             Gene::Stages => variant.stages,
             Gene::QueryBuffers => variant.query_buffers,
             Gene::QueryRegisters => u32::from(variant.query_registers),
-            Gene::Turns => u32::from(variant.turns),
+            Gene::PingPong => u32::from(variant.turns),
             Gene::OverlapTiles => u32::from(variant.overlap_tiles),
             Gene::TwoSteps => u32::from(variant.two_steps),
             Gene::SlowPathApart => u32::from(variant.slow_path_apart),
         }
     }
 
-    /// The same with another value of a gene. A lone warpgroup has nobody to take turns with.
+    /// Sets a gene. A single warpgroup cannot ping-pong.
     pub fn with(mut self, gene: Gene, value: u32) -> Self {
         let variant = &mut self.0;
         match gene {
@@ -133,7 +134,7 @@ impl Genome {
             Gene::Stages => variant.stages = value,
             Gene::QueryBuffers => variant.query_buffers = value,
             Gene::QueryRegisters => variant.query_registers = value != 0,
-            Gene::Turns => variant.turns = value != 0,
+            Gene::PingPong => variant.turns = value != 0,
             Gene::OverlapTiles => variant.overlap_tiles = value != 0,
             Gene::TwoSteps => variant.two_steps = value != 0,
             Gene::SlowPathApart => variant.slow_path_apart = value != 0,
@@ -142,7 +143,7 @@ impl Genome {
         self
     }
 
-    /// A child of two, gene by gene.
+    /// A crossover of two genomes, gene by gene.
     pub fn cross(self, other: Genome, random: &mut Random) -> Genome {
         Gene::ALL.into_iter().fold(self, |child, gene| match random.below(2) {
             0 => child,
@@ -150,8 +151,8 @@ impl Genome {
         })
     }
 
-    /// A neighbour: a gene or two have another value, those with many values a near one more often
-    /// than a far one.
+    /// Changes one or two genes; a gene with many values moves to a near one more often than to a
+    /// far one.
     pub fn mutate(self, random: &mut Random) -> Genome {
         let mut child = self;
         for _ in 0..1 + random.below(2) {
@@ -176,7 +177,7 @@ impl Genome {
         form(self) == form(other)
     }
 
-    /// Every genome there is.
+    /// All genomes.
     pub fn all() -> Vec<Genome> {
         let mut all = vec![Genome::POOR];
         for gene in Gene::ALL {
@@ -194,8 +195,8 @@ impl Genome {
 /// Whether a configuration can be built and can hold its tiles in registers: nothing that fails
 /// here is worth compiling.
 pub fn possible(forward: &Forward) -> Result<(), String> {
-    // What a thread holds at once: scores, the probabilities of two blocks, the output, queries. Of
-    // 8 bits the probabilities of one block, and in the place of scores a part of the output.
+    // Registers that are live at once: scores, the probabilities of two blocks, the output, queries.
+    // With 8-bit elements, the probabilities of one block, and part of the output instead of scores.
     let (scores, probabilities) = match forward.is_fp8() {
         true => ((forward.key_block / 2).max(64), forward.key_block / 8),
         false => (forward.key_block / 2, 2 * forward.key_block / 4),
@@ -233,7 +234,7 @@ pub fn find(name: &str) -> Option<Forward> {
         Configuration::Forward(forward) => Some(forward),
         _ => None,
     }));
-    // Names begin with what the problem says.
+    // Names begin with the head dims and the element type.
     let prefix = |forward: &Forward| {
         let name = forward.name();
         let rows = format!("_{}x{}_", forward.query_rows(), forward.key_block);
@@ -256,9 +257,9 @@ pub fn decodes(base: &Decode) -> Vec<Decode> {
     shapes.flat_map(stages).map(of).collect()
 }
 
-/// Configurations of the other families beside a given one, that can be built: the dimensions of
-/// their tables.
-pub fn beside(base: &Configuration) -> Vec<Configuration> {
+/// The configurations of other families than the forward one that differ from a configuration in
+/// the dimensions of their tables, as far as they can be built.
+pub fn neighbours(base: &Configuration) -> Vec<Configuration> {
     let all: Vec<Configuration> = match base {
         Configuration::Decode(base) => {
             let tried = |it: &Decode| it.warps.is_multiple_of(2) && it.warps <= 8 && it.blocks <= 2;
@@ -385,7 +386,7 @@ mod tests {
         let kernels = shipped(Target::SM_90A);
         for family in ["mma", "decode", "prefill", "backward-mma"] {
             let base = kernels.iter().find(|it| it.family() == family).unwrap();
-            let near = beside(base);
+            let near = neighbours(base);
             assert!(near.len() > 8 && !near.contains(base), "{family}: {}", near.len());
             assert!(near.iter().all(|it| it.family() == family));
         }
@@ -395,7 +396,7 @@ mod tests {
     #[test]
     fn the_backward_kernel_has_few_neighbours() {
         for kernel in shipped(Target::SM_90A) {
-            assert!(kernel.family() != "backward" || beside(&kernel).len() < 2, "{kernel:?}");
+            assert!(kernel.family() != "backward" || neighbours(&kernel).len() < 2, "{kernel:?}");
         }
     }
 

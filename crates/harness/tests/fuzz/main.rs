@@ -14,7 +14,7 @@ use flashcore::file::{Names, read_inputs};
 use flashcore::gpu::Chip;
 use flashcore::{Backend, CpuBackend, Plan, Preference, Problem, RunOptions};
 use flashcore_harness::gate::foreign::{Description, evaluate};
-use flashcore_harness::gate::{Foreign, Thresholds};
+use flashcore_harness::gate::{ForeignKernel, Thresholds};
 use flashcore_harness::report::compare::compare;
 use flashcore_harness::report::{Results, chart, html};
 use flashcore_harness::scale::times::Times;
@@ -69,7 +69,7 @@ fn description() {
     let ptx = ".visible .entry mine(.param .u64 q, .param .u32 n)\n{ }".to_owned();
     fuzz("description", |bytes| {
         let Ok(description) = serde_json::from_slice::<Description>(bytes) else { return };
-        if let Ok(foreign) = Foreign::new(ptx.clone(), description) {
+        if let Ok(foreign) = ForeignKernel::new(ptx.clone(), description) {
             let _ = foreign.validate();
             let _ = foreign.describe(&foreign.contract.timed());
         }
@@ -84,7 +84,7 @@ fn ptx_text() {
     fuzz("ptx", |bytes| {
         let ptx = String::from_utf8_lossy(bytes).into_owned();
         let description = serde_json::from_str(description).unwrap();
-        let _ = Foreign::new(ptx, description).unwrap().validate();
+        let _ = ForeignKernel::new(ptx, description).unwrap().validate();
     });
 }
 
@@ -130,8 +130,8 @@ fn tuning() {
 fn results() {
     fuzz_file("results", |path| {
         let Ok(results) = Results::read(path) else { return };
-        let _ = (html::page(&results), chart::ratios(&results), results.unbelievable());
-        let _ = (results.wrong(), compare(&results, &results));
+        let _ = (html::page(&results), chart::ratios(&results), results.above_roofline());
+        let _ = (results.wrong_outputs(), compare(&results, &results));
     });
 }
 

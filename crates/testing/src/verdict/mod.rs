@@ -84,6 +84,13 @@ pub struct Comparison {
     pub worst: Option<Place>,
 }
 
+impl Comparison {
+    /// The share of the tolerance that the largest error uses.
+    pub fn tolerance_used(&self) -> f64 {
+        self.max_error / self.tolerance.max(f64::MIN_POSITIVE)
+    }
+}
+
 /// One value of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Place {

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use crate::Error;
 
 /// The driver of another machine, as `flashcore doctor` tells it there: "12.8/570.124.06".
-pub fn driver(text: &str) -> Result<Driver, String> {
+pub fn parse_driver(text: &str) -> Result<Driver, String> {
     let wrong =
         || format!("`{text}` is no driver such as 12.8/570.124.06: `flashcore doctor` tells");
     let (version, release) = match text.split_once('/') {
@@ -92,12 +92,12 @@ mod tests {
 
     #[test]
     fn drivers_are_read_as_doctor_writes_them() {
-        let found = driver("12.8/570.124.06").unwrap();
+        let found = parse_driver("12.8/570.124.06").unwrap();
         assert_eq!(found.version, DriverVersion { major: 12, minor: 8 });
         assert_eq!(found.release.as_deref(), Some("570.124.06"));
-        assert_eq!(driver("13.0").unwrap().release, None);
+        assert_eq!(parse_driver("13.0").unwrap().release, None);
         for wrong in ["", "12", "12.x", "12.8/", "a.b/c"] {
-            assert!(driver(wrong).unwrap_err().contains("flashcore doctor"), "{wrong}");
+            assert!(parse_driver(wrong).unwrap_err().contains("flashcore doctor"), "{wrong}");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What helped, and by how much: pairs of measured configurations that differ in one thing.
+//! The effect of each parameter on speed, from pairs of measured configurations that differ in that
+//! parameter only.
 
 use std::collections::BTreeMap;
 
@@ -8,18 +9,18 @@ use super::log::Record;
 use super::space::{Gene, Genome};
 use crate::statistics::median;
 
-/// What changing one thing did.
+/// The effect of changing one parameter.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Effect {
-    /// What was changed.
+    /// The parameter that was changed.
     pub gene: Gene,
     /// From which value to which.
     pub change: [u32; 2],
     /// The speed after over the speed before, in the median of all pairs.
     pub speedup: f64,
-    /// The best and the worst it did.
+    /// The largest and the smallest speedup of any pair.
     pub range: [f64; 2],
-    /// How many pairs.
+    /// The number of pairs.
     pub pairs: usize,
 }
 
@@ -36,7 +37,7 @@ pub fn effects(records: &[Record]) -> Vec<Effect> {
         for gene in Gene::ALL {
             let here = genome.get(gene);
             let larger = gene.values().into_iter().filter(|value| *value > here);
-            // To the next larger value that was measured in the same surroundings.
+            // To the next larger value that was measured with all other parameters equal.
             let next = larger.map(|value| (value, genome.with(gene, value)));
             let mut next = next.filter(|(value, other)| other.get(gene) == *value);
             let found = next.find_map(|(value, other)| Some((value, times.get(&other)?)));
@@ -64,7 +65,7 @@ pub fn effects(records: &[Record]) -> Vec<Effect> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::log::Fate;
+    use super::super::log::TrialOutcome;
     use super::*;
 
     #[test]
@@ -76,18 +77,18 @@ mod tests {
             kernel: None,
             generation: 0,
             predicted: None,
-            fate: Fate::Measured { milliseconds, rounds: 1 },
+            fate: TrialOutcome::Measured { milliseconds, rounds: 1 },
         };
         let two = Genome::POOR.with(Gene::Warpgroups, 2);
         let records = [
             record(Genome::POOR, 4.0),
             record(two, 2.0),
-            record(two.with(Gene::Turns, 1), 1.0),
+            record(two.with(Gene::PingPong, 1), 1.0),
             record(two.with(Gene::KeyBlock, 64), 1.6),
         ];
         let effects = effects(&records);
         let of = |gene| effects.iter().find(|it| it.gene == gene).unwrap();
-        assert_eq!((of(Gene::Turns).speedup, of(Gene::Turns).pairs), (2.0, 1));
+        assert_eq!((of(Gene::PingPong).speedup, of(Gene::PingPong).pairs), (2.0, 1));
         assert_eq!(of(Gene::KeyBlock).change, [16, 64]);
         assert_eq!(of(Gene::KeyBlock).speedup, 1.25);
         assert_eq!(of(Gene::Warpgroups).change, [1, 2]);

@@ -28,9 +28,16 @@ pub fn tensor_bytes(problem: &Problem) -> Option<[usize; 5]> {
     ])
 }
 
-/// Where sequences lie, slopes and sinks.
+/// [`tensor_bytes`], none of which may be zero.
+pub(crate) fn nonzero_tensor_bytes(problem: &Problem) -> Result<[usize; 5], Error> {
+    let bytes = tensor_bytes(problem).filter(|bytes| bytes.iter().all(|it| *it > 0));
+    let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
+    bytes.ok_or_else(refused)
+}
+
+/// The inputs of a problem besides query, key and value.
 #[derive(Debug, Clone)]
-pub struct Given {
+pub struct AuxiliaryInputs {
     /// Where the queries of each sequence are; nothing where all lengths are the problem's.
     pub queries: Option<Placement>,
     /// Where the keys are.
@@ -43,15 +50,15 @@ pub struct Given {
     pub descales: Descales<Option<Tensor>>,
 }
 
-impl Given {
+impl AuxiliaryInputs {
     /// Of a problem. Packed sequences have log-normal lengths, many short ones and a few long; the
     /// lengths of a list are of all sizes; pages are in a shuffled order.
     ///
     /// ```
-    /// use flashcore_harness::given::Given;
+    /// use flashcore_harness::auxiliary_inputs::AuxiliaryInputs;
     ///
     /// let problem = "b=20,h=16,s=900,d=128,bf16,queries=packed:4096,keys=packed:4096".parse()?;
-    /// let queries = Given::of(&problem)?.queries.unwrap();
+    /// let queries = AuxiliaryInputs::of(&problem)?.queries.unwrap();
     /// assert_eq!((0..20).map(|it| queries.length(it)).sum::<usize>(), 4096);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -62,7 +69,7 @@ impl Given {
         let InputTensors { slopes, sinks, .. } = InputTensors::random(&single, 0)?;
         let descales =
             random_descales(problem.descale_shapes(), 0).map_err(flashcore::Error::from)?;
-        let mut given = Given { queries: None, keys: None, slopes, sinks, descales };
+        let mut auxiliary = AuxiliaryInputs { queries: None, keys: None, slopes, sinks, descales };
         if !problem.has_equal_lengths() {
             let mut draw = Draw { random: Random::new(0x5e90_e2ce), batch: problem.batch };
             let (queries, keys) = draw.placements(problem);
@@ -73,9 +80,9 @@ impl Given {
             {
                 placement.validate().and_then(|()| placement.fits(shape)).map_err(wrong)?;
             }
-            (given.queries, given.keys) = (Some(queries), Some(keys));
+            (auxiliary.queries, auxiliary.keys) = (Some(queries), Some(keys));
         }
-        Ok(given)
+        Ok(auxiliary)
     }
 
     /// Tensors with these.
@@ -243,9 +250,7 @@ impl Draw {
     /// suffice.
     fn table(&mut self, count: usize, below: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..below as u32).collect();
-        for index in (1..order.len()).rev() {
-            order.swap(index, self.random.below(index + 1));
-        }
+        self.random.shuffle(&mut order);
         order.into_iter().cycle().take(count).collect()
     }
 }
@@ -264,16 +269,16 @@ fn starts(lengths: &[usize]) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn given(text: &str) -> (Problem, Given) {
+    fn auxiliary(text: &str) -> (Problem, AuxiliaryInputs) {
         let problem = text.parse().unwrap();
-        let given = Given::of(&problem).unwrap();
-        (problem, given)
+        let auxiliary = AuxiliaryInputs::of(&problem).unwrap();
+        (problem, auxiliary)
     }
 
     #[test]
     fn packed_sequences_are_of_all_lengths() {
         let rows = "queries=packed:32768,keys=packed:32768";
-        let (problem, packed) = given(&format!("b=64,h=16,s=4096,d=128,bf16,causal,{rows}"));
+        let (problem, packed) = auxiliary(&format!("b=64,h=16,s=4096,d=128,bf16,causal,{rows}"));
         let queries = packed.queries.as_ref().unwrap();
         assert_eq!(packed.queries, packed.keys);
         let lengths = queries.ends();
@@ -290,14 +295,14 @@ mod tests {
 
     #[test]
     fn pages_are_shuffled_and_every_list_is_there() {
-        let (_, paged) = given("b=3,h=8,s=1,sk=100,d=64,keys=pages:16:7:21,key_lengths");
+        let (_, paged) = auxiliary("b=3,h=8,s=1,sk=100,d=64,keys=pages:16:7:21,key_lengths");
         let keys = paged.keys.unwrap();
         let mut table = keys.pages().unwrap().table().to_vec();
         assert!(!table.is_sorted());
         table.sort_unstable();
         assert_eq!(table, (0..21).collect::<Vec<u32>>());
         assert!(keys.ends().iter().all(|length| (50..=100).contains(length)), "{keys:?}");
-        let (problem, all) = given(
+        let (problem, all) = auxiliary(
             "b=3,h=8,s=5,sk=40,d=64,alibi,sinks,keys=entries:4,query_lengths,key_lengths,\
              left_padding,batch_index",
         );
@@ -310,7 +315,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let problem: Problem = "b=4,h=1,s=5,d=8,keys=entries:2".parse().unwrap();
-        let message = Given::of(&problem).unwrap_err().to_string();
+        let message = AuxiliaryInputs::of(&problem).unwrap_err().to_string();
         assert!(message.contains("batch entry"), "{message}");
     }
 }

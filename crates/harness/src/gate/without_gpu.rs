@@ -10,22 +10,22 @@ use super::{Outcome, Rule};
 
 /// A kernel of ours: a configuration and its program.
 #[derive(Debug, Clone)]
-pub struct Own {
+pub struct OwnKernel {
     /// The configuration that the program implements, or claims to.
     pub kernel: Configuration,
     /// Its program.
     pub program: Program,
 }
 
-impl Own {
+impl OwnKernel {
     /// Builds the program of a configuration.
     pub fn new(kernel: Configuration) -> Result<Self, kernels::Error> {
-        Ok(Own { kernel, program: kernel.program()? })
+        Ok(OwnKernel { kernel, program: kernel.program()? })
     }
 }
 
 /// Validates the program.
-pub fn validate(own: &Own) -> Outcome {
+pub fn validate(own: &OwnKernel) -> Outcome {
     let limit = own.program.target.shared_memory_limit();
     let bytes = own.program.shared_bytes();
     if bytes > limit {
@@ -78,7 +78,7 @@ const CONFLICTS_PER_WAVEFRONT: f64 = 0.5;
 
 /// Simulates under hostile schedules, and counts bank conflicts. Each scheduling policy gets from
 /// one to [`MOST_SEEDS`] seeds.
-pub fn simulate(own: &Own, seeds: u64) -> Outcome {
+pub fn simulate(own: &OwnKernel, seeds: u64) -> Outcome {
     if own.program.target != Target::SM_90A && !matches!(own.kernel, Configuration::Scalar(_)) {
         return Outcome::skip(format!("nothing is known to do for {}", own.program.target));
     }
