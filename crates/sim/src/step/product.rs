@@ -324,7 +324,10 @@ impl<'a> Executor<'_, 'a> {
             && self.world.options.eight_bit_sums == EightBitSums::Narrow;
         let (sums, accumulate) = if narrow {
             let old = self.accumulated(first, d, columns, product.accumulate);
-            (multiply_narrow(&a_values, &b_rows, &old, inner, columns), false)
+            (
+                multiply_narrow([*a_element, *b_element], &a_values, &b_rows, &old, inner, columns),
+                false,
+            )
         } else {
             (multiply(&a_values, &b_rows, inner, columns), product.accumulate)
         };

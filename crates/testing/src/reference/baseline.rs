@@ -17,7 +17,11 @@ const LANES: usize = 8;
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
-    let dot = if inputs.small_probabilities { narrow_dot } else { dot };
+    let types = inputs.factor_types.map(DType::element);
+    let dot = |a: &[f32], b: &[f32]| match inputs.small_probabilities {
+        true => narrow_dot(types, a, b),
+        false => dot(a, b),
+    };
     let score = |(index, key): (usize, &[f32])| {
         let factor = inputs.key_factors[index] as f32;
         let product = match inputs.widened {
@@ -72,9 +76,11 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
 }
 
 /// Computes a dot product of 8-bit numbers in steps of 32, with the tensor cores' accumulation.
-fn narrow_dot(a: &[f32], b: &[f32]) -> f32 {
+fn narrow_dot(types: [ptx::Element; 2], a: &[f32], b: &[f32]) -> f32 {
     let steps = a.chunks(32).zip(b.chunks(32));
-    steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().copied().zip(b.iter().copied())))
+    steps.fold(0.0, |sum, (a, b)| {
+        sim::narrow_sum(types, sum, a.iter().copied().zip(b.iter().copied()))
+    })
 }
 
 /// Rounds an exponential relative to the maximum to 8 bits, scaled so that 1 becomes 256, the
