@@ -242,11 +242,10 @@ impl<'a> Executor<'_, 'a> {
         if self.world.checked && to != operation.block {
             let visit = Visit {
                 clock: operation.clock,
-                lanes: 0,
                 place: self.world.code.places[operation.step],
                 actor: self.operation_actor(operation),
             };
-            self.cluster.blocks[to].visitors.insert(operation.component, visit);
+            self.cluster.blocks[to].visitors.insert((operation.component, 0), visit);
         }
         self.world.counts.add(Measure::CopyBytesDelivered, bytes as u64);
         self.report_bytes(operation, to, barrier, bytes)

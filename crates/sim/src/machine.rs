@@ -251,9 +251,9 @@ pub(crate) struct Block {
     pub(crate) mbarriers: BTreeMap<u32, Mbarrier>,
     pub(crate) named: Vec<Named>,
     pub(crate) live_warps: u32,
-    /// The last access of each clock component of another block to this block's shared memory. It
-    /// must happen before this block ends.
-    pub(crate) visitors: BTreeMap<u32, Visit>,
+    /// The last access of each thread, and of each stream of copies, of another block to this
+    /// block's shared memory, by clock component and lanes. It must happen before this block ends.
+    pub(crate) visitors: BTreeMap<(u32, u32), Visit>,
     /// The number of free registers, which no warp holds.
     pub(crate) register_pool: u32,
 }
@@ -284,7 +284,6 @@ impl Block {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Visit {
     pub(crate) clock: u32,
-    pub(crate) lanes: u32,
     pub(crate) place: Option<Place>,
     pub(crate) actor: Actor,
 }

@@ -37,8 +37,8 @@ impl<'a> Executor<'_, 'a> {
             return;
         }
         let place = self.world.code.places[warp.pc];
-        let visit = Visit { clock, lanes: 1 << lane, place, actor: self.actor(warp, Some(lane)) };
-        self.cluster.blocks[block].visitors.insert(warp.clock.component, visit);
+        let visit = Visit { clock, place, actor: self.actor(warp, Some(lane)) };
+        self.cluster.blocks[block].visitors.insert((warp.clock.component, 1 << lane), visit);
     }
 
     /// Checks and records an access by a thread, a copy or a product: a hazard if an asynchronous

@@ -214,8 +214,8 @@ impl<'a> Executor<'_, 'a> {
         for other in self.cluster.warps.iter().flatten().filter(|w| w.block == warp.block) {
             known.join(&other.clock.view(FULL).known);
         }
-        for (component, visit) in &self.cluster.blocks[warp.block].visitors {
-            if !known.get(*component).covers(visit.clock, visit.lanes) {
+        for ((component, lanes), visit) in &self.cluster.blocks[warp.block].visitors {
+            if !known.get(*component).covers(visit.clock, *lanes) {
                 let text = format!(
                     "the block ends, and nothing orders an access of {} to its shared memory \
                      before that",
