@@ -87,9 +87,9 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
     let [first, second] = possible;
     match (original, changed) {
         (
-            I::Binary { operation, ty, b: Operand::Immediate(b), .. },
-            I::Binary { operation: other, b: Operand::Immediate(c), .. },
-        ) if operation == other && is_unsigned(*ty) => {
+            I::Binary { operation, ty, a, b: Operand::Immediate(b), .. },
+            I::Binary { operation: other, a: same, b: Operand::Immediate(c), .. },
+        ) if operation == other && a == same && is_unsigned(*ty) => {
             let small = *b.min(c);
             match operation {
                 BinaryOperation::And => first & (b ^ c) & read == 0,
@@ -100,19 +100,12 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
                     let more = first.checked_mul(c.wrapping_sub(*b));
                     first == 0 || b & unread(read) == 0 && more.is_some_and(|it| it <= unread(read))
                 }
+                // The summands differ only below the lowest bit that is read, and nothing carries.
+                BinaryOperation::Add => first & unread(read) == 0 && (b ^ c) & !unread(read) == 0,
                 BinaryOperation::Divide | BinaryOperation::Remainder => first < small,
                 BinaryOperation::Minimum => first <= small,
                 _ => false,
             }
-        }
-        // The sum changes by less than the lowest bit that is read.
-        (
-            I::Binary { operation: BinaryOperation::Add, ty, a, b: Operand::Immediate(b), .. },
-            I::Binary {
-                operation: BinaryOperation::Add, a: same, b: Operand::Immediate(c), ..
-            },
-        ) if is_unsigned(*ty) && a == same && *b != 0 => {
-            first & unread(read) == 0 && b | unread(read) == c | unread(read)
         }
         // Adding and subtracting zero are the same.
         (
@@ -514,5 +507,25 @@ mod tests {
         assert!(same.contains(&"mask: Binary 0x3f to 0x1f".to_owned()), "{same:?}");
         assert!(!same.contains(&"mask: Binary 0x3f to 0x3e".to_owned()), "{same:?}");
         assert!(!same.iter().any(|it| it.contains("Move 0x9")), "{same:?}");
+    }
+
+    /// Constants are compared where the other operand is the same one only.
+    #[test]
+    fn both_operands_are_compared() {
+        let of = |operation: BinaryOperation, a: u64, b: u64| {
+            let [a, b] = [a, b].map(Operand::Immediate);
+            Instruction::Binary { operation, ty: Type::U32, dst: Register(0), a, b }
+        };
+        let same = |operation, [a, b]: [u64; 2], [c, d]: [u64; 2], read| {
+            same(&of(operation, a, b), &of(operation, c, d), [a, b], read)
+        };
+        use BinaryOperation::{Add, And, Multiply};
+        for operation in [Add, And, Multiply] {
+            assert!(!same(operation, [6, 3], [7, 3], u64::MAX), "{operation:?}");
+        }
+        assert!(same(And, [6, 3], [6, 2], u64::MAX) && !same(And, [6, 3], [6, 1], u64::MAX));
+        // Only bits from the third on are read: 8 + 5 and 8 + 7 have the same, 6 + 5 and 6 + 7 not.
+        assert!(same(Add, [8, 5], [8, 7], !3) && !same(Add, [6, 5], [6, 7], !3));
+        assert!(!same(Add, [8, 5], [8, 9], !3) && !same(Add, [8, 5], [8, 7], !1));
     }
 }

@@ -183,18 +183,18 @@ impl Scene {
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
                 let before = it.before().unwrap_or(*kernel);
-                Call::beside(before, it.sums.query_block as usize + 5).scene_of(ragged)
+                let call = Call::beside(before, it.sums.query_block as usize + 5);
+                call.scene_of(backward_launch(it.batch, 0))
             }
             Configuration::Rounding(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
                 let after = it.after().unwrap_or(*kernel);
-                Call::beside(after, it.sums.query_block as usize + 5).scene_of(2 + ragged)
+                let call = Call::beside(after, it.sums.query_block as usize + 5);
+                call.scene_of(backward_launch(it.batch, 2))
             }
             Configuration::SinkGradients(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(it.after().unwrap_or(*kernel)).scene_of(3 + ragged)
+                let call = Call::small(it.after().unwrap_or(*kernel));
+                call.scene_of(backward_launch(it.batch, 3))
             }
             attention => Call::small(*attention).scene(),
         }
@@ -314,6 +314,12 @@ impl Scene {
         }
         accuracy
     }
+}
+
+/// Returns the index of a launch of the backward pass in its plan: a ragged batch has a launch of
+/// its own before all others, which orders the tiles.
+fn backward_launch(batch: Batch, index: usize) -> usize {
+    index + usize::from(batch != Batch::Equal)
 }
 
 /// A deterministic generator of numbers between -1 and 1.

@@ -15,7 +15,7 @@ mod sequencer;
 
 use kernels::Configuration;
 
-use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
+use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights, backward_launch};
 
 impl Scene {
     /// Returns the scenes in which mutants of a kernel are run, the smallest first. A family
@@ -48,7 +48,8 @@ impl Scene {
             // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
                 let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
-                ends.map(|queries| Call::beside(after, queries).scene_of(2)).collect()
+                let launch = backward_launch(it.batch, 2);
+                ends.map(|queries| Call::beside(after, queries).scene_of(launch)).collect()
             }
             Configuration::SinkGradients(it) => {
                 // More row blocks than one round takes, of several sequences; rows without keys.
@@ -59,7 +60,8 @@ impl Scene {
                 let many = [(1, [70, 66]), (8, [66, 66]), (1, [1100, 60]), (3, [700, 40])];
                 let sizes = few.into_iter().chain(many);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
-                calls.map(|call| Call { hostile: true, ..call }.scene_of(3)).collect()
+                let launch = backward_launch(it.batch, 3);
+                calls.map(|call| Call { hostile: true, ..call }.scene_of(launch)).collect()
             }
             _ => Ok(Vec::new()),
         };
@@ -91,4 +93,34 @@ fn turns(block: usize) -> impl Iterator<Item = usize> {
 /// Returns numbers of keys that end at each of the columns that a lane has in the second key block.
 fn ends(block: usize) -> impl Iterator<Item = usize> {
     (block..2 * block).filter(|keys| keys % 8 < 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::Batch;
+    use ptx::Target;
+
+    use super::*;
+
+    /// The launch under test is that of the kernel, also where a batch has one more before it.
+    #[test]
+    fn companions_of_the_backward_pass_are_the_launch_under_test() {
+        let mut ragged = [false; 2];
+        for kernel in kernels::shipped(Target::SM_90A) {
+            let (family, batch) = match kernel {
+                Configuration::Rounding(it) => (0, it.batch),
+                Configuration::SinkGradients(it) => (1, it.batch),
+                _ => continue,
+            };
+            if batch == Batch::Equal || ragged[family] {
+                continue;
+            }
+            ragged[family] = true;
+            let program = kernel.program().unwrap();
+            for scene in Scene::unkind(&kernel).unwrap() {
+                assert_eq!(scene.program.name, program.name);
+            }
+        }
+        assert_eq!(ragged, [true; 2]);
+    }
 }
