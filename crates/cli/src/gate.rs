@@ -17,8 +17,8 @@ use harness::subject::{GpuSubject, Source, Subject, Tensors};
 use kernels::{Configuration, shipped};
 use ptx::Target;
 use serde::Serialize;
-use testing::check::ladder;
-use testing::scene::MOST_SEEDS;
+use testing::check::matrix;
+use testing::scene::MAX_SEEDS;
 
 use crate::inspect::choose;
 use crate::{Answer, terminal};
@@ -49,7 +49,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 7, value_parser = value_parser!(u32).range(1..=MOST_ROUNDS))]
     rounds: u32,
     /// Seeds of every hostile policy of the simulator
-    #[arg(long, default_value_t = 3, value_parser = value_parser!(u64).range(1..=MOST_SEEDS))]
+    #[arg(long, default_value_t = 3, value_parser = value_parser!(u64).range(1..=MAX_SEEDS))]
     seeds: u64,
     /// Makes the inputs new; a run without it takes the time
     #[arg(long)]
@@ -247,7 +247,7 @@ fn judge(
 
 fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
     if let (Judged::Own(own), None) = (judged, judged.contract()) {
-        return rung(gpu, own);
+        return check_matrix_kernel(gpu, own);
     }
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Outcome::skip("it does not compute attention");
@@ -262,15 +262,15 @@ fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
 }
 
 /// A matrix kernel, by the checks that it has.
-fn rung(gpu: &Gpu, own: &Own) -> Outcome {
-    match ladder::run(gpu, &[own.kernel], &Silent) {
-        Ok(rungs) if rungs.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
-        Ok(rungs) if rungs.iter().all(|rung| rung.passed) => {
-            let used = rungs.iter().map(|rung| rung.tolerance_used).fold(0.0, f64::max);
+fn check_matrix_kernel(gpu: &Gpu, own: &Own) -> Outcome {
+    match matrix::run(gpu, &[own.kernel], &Silent) {
+        Ok(outcomes) if outcomes.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
+        Ok(outcomes) if outcomes.iter().all(|outcome| outcome.passed) => {
+            let used = outcomes.iter().map(|outcome| outcome.tolerance_used).fold(0.0, f64::max);
             Outcome::Accept { found: format!("{:.0} % of the tolerance used", 100.0 * used) }
         }
-        Ok(rungs) => {
-            let complaint = rungs.into_iter().find_map(|rung| rung.complaint);
+        Ok(outcomes) => {
+            let complaint = outcomes.into_iter().find_map(|outcome| outcome.complaint);
             let reason = complaint.unwrap_or_else(|| "an element is wrong".to_owned());
             Outcome::Reject { rule: gate::Rule::Wrong, reason }
         }

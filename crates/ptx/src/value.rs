@@ -39,7 +39,7 @@ pub(crate) enum Node {
     Convert(Type, Type, Box<Node>),
     /// An invalid expression with the reason, which the builder reports as a misuse where the value
     /// is used.
-    Wrong(String),
+    Misuse(String),
 }
 
 impl<T> Clone for Value<T> {
@@ -63,7 +63,7 @@ impl<T> Value<T> {
     fn over(depth: u32, node: Node) -> Self {
         if depth == DEEPEST {
             let text = format!("more than {DEEPEST} operators inside one another: eval some");
-            return Value::new(Node::Wrong(text));
+            return Value::new(Node::Misuse(text));
         }
         Value { node, depth: depth + 1, marker: PhantomData }
     }
@@ -89,7 +89,7 @@ macro_rules! constants {
                     Ok(bits) => Node::Operand(Operand::Immediate(bits as u64)),
                     Err(_) => {
                         let marker = stringify!($marker);
-                        Node::Wrong(format!("the constant {constant} does not fit {marker}"))
+                        Node::Misuse(format!("the constant {constant} does not fit {marker}"))
                     }
                 })
             }

@@ -15,7 +15,7 @@
 //! The swizzle is applied to the final address. Products are exact, and the sum of each instruction
 //! is rounded in `f32`; the hardware keeps a few bits fewer or more, so results agree to about
 //! 1e-6, not to the bit. Of 8-bit products the hardware keeps far fewer bits:
-//! [`EightBitSums`](crate::EightBitSums) models that.
+//! [`Fp8Accumulation`](crate::Fp8Accumulation) models that.
 
 use ptx::{Element, Int8, Swizzle};
 
@@ -167,7 +167,7 @@ pub(crate) fn multiply(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Ve
 
 /// The number of fraction bits kept: of each term below the largest exponent among the terms, and
 /// of the sum below its own exponent.
-const NARROW_BITS: i32 = 13;
+const FP8_ACCUMULATOR_BITS: i32 = 13;
 
 /// Returns the exponent of the smallest normal number of a type, which subnormals share.
 const fn least_exponent(element: Element) -> i32 {
@@ -192,17 +192,17 @@ const fn least_exponent(element: Element) -> i32 {
 /// keys, where an H200 had 0.59e-2, 0.11 and 0.46.
 ///
 /// ```
-/// # use flashcore_sim::narrow_sum;
+/// # use flashcore_sim::fp8_accumulate;
 /// # use ptx::Element;
 /// let types = [Element::E4M3; 2];
 /// // 8192 leaves nothing of a half, and one of one and a half.
-/// assert_eq!(narrow_sum(types, 8192.0, [(0.5, 1.0); 32].into_iter()), 8192.0);
-/// assert_eq!(narrow_sum(types, 8192.0, [(1.5, 1.0); 32].into_iter()), 8192.0 + 32.0);
+/// assert_eq!(fp8_accumulate(types, 8192.0, [(0.5, 1.0); 32].into_iter()), 8192.0);
+/// assert_eq!(fp8_accumulate(types, 8192.0, [(1.5, 1.0); 32].into_iter()), 8192.0 + 32.0);
 /// // A sum of 31 has no room for 2^-12, though each of its parts has.
 /// let parts = [(1.0, 1.0); 31].into_iter().chain([(0.015625, 0.015625)]);
-/// assert_eq!(narrow_sum(types, 0.0, parts), 31.0);
+/// assert_eq!(fp8_accumulate(types, 0.0, parts), 31.0);
 /// ```
-pub fn narrow_sum(
+pub fn fp8_accumulate(
     types: [Element; 2],
     old: f32,
     factors: impl Iterator<Item = (f32, f32)> + Clone,
@@ -229,12 +229,12 @@ pub fn narrow_sum(
 
 /// Returns the value of the last bit that is kept next to an exponent.
 fn unit(exponent: i32) -> f64 {
-    f64::from(exponent.max(least_exponent(Element::F32)) - NARROW_BITS).exp2()
+    f64::from(exponent.max(least_exponent(Element::F32)) - FP8_ACCUMULATOR_BITS).exp2()
 }
 
 /// Returns `old` plus `rows x inner` times `inner x columns`, all stored row by row, with each
-/// element accumulated as [`narrow_sum`] does. `types` are those of the factors.
-pub(crate) fn multiply_narrow(
+/// element accumulated as [`fp8_accumulate`] does. `types` are those of the factors.
+pub(crate) fn multiply_fp8(
     types: [Element; 2],
     a: &[f32],
     b: &[f32],
@@ -246,7 +246,7 @@ pub(crate) fn multiply_narrow(
     for (row, (a, d)) in a.chunks_exact(inner).zip(d.chunks_exact_mut(columns)).enumerate() {
         for (column, d) in d.iter_mut().enumerate() {
             let factors = (0..inner).map(|k| (a[k], b[k * columns + column]));
-            *d = narrow_sum(types, old[row * columns + column], factors);
+            *d = fp8_accumulate(types, old[row * columns + column], factors);
         }
     }
     d
@@ -297,9 +297,9 @@ mod tests {
 
     /// Terms that are small next to the accumulator are lost, in whole or in part.
     #[test]
-    fn narrow_sums_lose_what_is_small() {
+    fn fp8_sums_lose_what_is_small() {
         let (e4m3, one, inner) = ([Element::E4M3; 2], [1.0; 32], 32);
-        let sum = |b: f32, old: f32| multiply_narrow(e4m3, &one, &[b; 32], &[old], inner, 1)[0];
+        let sum = |b: f32, old: f32| multiply_fp8(e4m3, &one, &[b; 32], &[old], inner, 1)[0];
         assert_eq!(sum(1.0, 0.0), 32.0);
         assert_eq!(sum(1.0, 1024.0), 1056.0);
         // A last place of 2^(14 - 13) = 2 leaves nothing of 1.5, and 2 of 3.
@@ -313,15 +313,15 @@ mod tests {
         assert_eq!(sum(3.125, 0.0078125), 100.0 + 0.0078125);
         // Factors of 1.5 have an exponent of zero, and so has their product: 2^-13 is still added.
         let tail = 2.0f32.powi(-13);
-        assert_eq!(narrow_sum(e4m3, tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
-        assert_eq!(narrow_sum(e4m3, tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
+        assert_eq!(fp8_accumulate(e4m3, tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
+        assert_eq!(fp8_accumulate(e4m3, tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
         assert!(sum(f32::NAN, 1.0).is_nan() && sum(1.0, f32::NAN).is_nan());
     }
 
     /// Subnormals have the exponent of the smallest normal number of their type: 2^-9 is subnormal
     /// in e4m3 and normal in e5m2.
     #[test]
-    fn narrow_sums_know_the_smallest_exponent_of_a_type() {
+    fn fp8_sums_know_the_smallest_exponent_of_a_type() {
         let power = |exponent: i32| 2.0f32.powi(exponent);
         let (e4m3, e5m2) = (Element::E4M3, Element::E5M2);
         // The type, a factor, and the last bit that is kept beside its square.
@@ -334,7 +334,7 @@ mod tests {
             ([e5m2, e5m2], power(-16), -28 - 13),
         ];
         for (types, factor, last) in cases {
-            let beside = |old: f32| narrow_sum(types, old, [(factor, factor)].into_iter());
+            let beside = |old: f32| fp8_accumulate(types, old, [(factor, factor)].into_iter());
             let product = factor * factor;
             assert_eq!(beside(power(last)), product + power(last), "{types:?}, {factor}");
             assert_eq!(beside(power(last - 1)), product, "{types:?}, {factor}");

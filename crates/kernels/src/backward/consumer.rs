@@ -231,7 +231,7 @@ impl Consumer {
         // stored: `dK` is staged in the memory of `dS` instead.
         let staging = shared.handover.as_ref().map(|handover| {
             k.warp_sync();
-            handover.tiles.give_back(k, 0, group.leader);
+            handover.tiles.release_stage(k, 0, group.leader);
             shared.score_gradients.reused_as(k, backward.key_layout())
         });
         let done: Vec<Done<'_>> = each
@@ -671,7 +671,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_queries(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
-        self.shared.query_pipeline.give_back(k, stage, self.leader);
+        self.shared.query_pipeline.release_stage(k, stage, self.leader);
     }
 
     pub(super) fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
@@ -680,7 +680,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_output_gradients(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
-        self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
+        self.shared.output_gradient_pipeline.release_stage(k, stage, self.leader);
     }
 
     /// Returns the phase of the current step's stages or, with `around`, of the time around the

@@ -14,9 +14,9 @@
 //! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
-    AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
-    Fence, GlobalAddress, Instruction, LoadHint, LoadOrder, Operand, Pipeline, Pred, Producer, Reg,
-    Scope, SharedAddress, StoreHint, U32, U64, Value,
+    AtomicOrder, BF16x2, Builder, Choose, Consumer, Element, Expression, F16x2, F32, Fence,
+    GlobalAddress, Instruction, LoadHint, LoadOrder, Mbarriers, Operand, Pipeline, Pred, Producer,
+    Reg, Scope, SharedAddress, StoreHint, U32, U64, Value,
 };
 
 use super::persistent::{Claims, Handover};
@@ -69,9 +69,9 @@ pub(super) struct Housekeeping {
     gradient: Vectors,
     blocks: RowBlocks,
     /// Signals that the sums of the tile's head have been cleared.
-    ready: Barriers,
+    ready: Mbarriers,
     /// Signals that all consumer warps have finished adding, in kernels that are not persistent.
-    added: Barriers,
+    added: Mbarriers,
     /// Byte offset of the staged chunks.
     staging: u32,
     staged: Pipeline,
@@ -105,7 +105,7 @@ fn every_tile(
         // Releases the tile early: the next one need not wait for this warp.
         k.warp_sync();
         let leads = leads(k);
-        handover.tiles.give_back(k, 0, leads & is_tile);
+        handover.tiles.release_stage(k, 0, leads & is_tile);
         posted(k, number);
         k.if_(is_tile, |k| body(k, number));
         k.break_if(!is_tile);
@@ -132,8 +132,8 @@ impl Housekeeping {
             scale: Scale::Natural.read(k),
             gradient: Vectors::parameters(k, Tensor::QueryGradient, backward.batch),
             blocks: RowBlocks::parameters(k, &layout, backward.batch),
-            ready: Barriers::new(k, "sums cleared", 1, 1),
-            added: Barriers::new(k, "sums added to", 1, warps),
+            ready: Mbarriers::new(k, "sums cleared", 1, 1),
+            added: Mbarriers::new(k, "sums added to", 1, warps),
             staging: k.shared("sums of dQ", Self::BYTES, 128),
             staged: Pipeline::new(k, "sums of dQ", STAGES, ROUNDING_WARPS),
         }

@@ -28,7 +28,7 @@
 //! for memory themselves.
 
 use ptx::{
-    Barriers, Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder,
+    Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder, Mbarriers,
     Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
@@ -219,7 +219,7 @@ pub(super) struct Turns {
     /// A stage is full when the block's turn has come, and empty when the turn has been passed on.
     granted: Pipeline,
     /// Signals, for each stage, that all warps have added.
-    added: Barriers,
+    added: Mbarriers,
     /// Byte offset of the workspace index of the query block whose turn it is, one for each stage.
     numbers: u32,
 }
@@ -229,7 +229,7 @@ impl Turns {
     pub(super) fn new(k: &mut Builder, stages: u32, warps: u32) -> Self {
         Turns {
             granted: Pipeline::new(k, "turn to add dQ", stages, 1),
-            added: Barriers::new(k, "dQ added", stages, warps),
+            added: Mbarriers::new(k, "dQ added", stages, warps),
             numbers: k.shared("numbers of turns", 4 * stages, 4),
         }
     }
@@ -285,7 +285,7 @@ impl Turns {
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
             turn.wait(k, counters, walk, before.as_ref());
-            granted.publish(k);
+            granted.commit(k);
             granted.advance(k);
         });
     }

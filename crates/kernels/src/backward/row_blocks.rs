@@ -6,7 +6,7 @@
 //! `start / query_block + s`. That leaves room for every sequence's last, incomplete block without
 //! adding up lengths. Some blocks in between belong to no sequence.
 
-use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, Special, U32, U64, Value};
+use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, SpecialRegister, U32, U64, Value};
 
 use super::SumsLayout;
 use crate::attention::Batch;
@@ -62,7 +62,7 @@ pub(super) struct LogSums {
 /// first blocks last, and the kernel after it reads those last blocks first, while they are still
 /// in L2.
 pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
-    let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
+    let (blocks, index) = (k.special(SpecialRegister::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)
 }
 

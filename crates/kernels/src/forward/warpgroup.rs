@@ -3,7 +3,7 @@
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
-    MatrixA, Pred, Prepared, Reg, SharedTile, U32, Value,
+    MatrixA, Pred, PreparedProduct, Reg, SharedTile, U32, Value,
 };
 
 use super::{Forward, Shared, barrier};
@@ -157,7 +157,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Prepares `Q K^T` and `O += P V` for the stages that are waited for next, where that pays
     /// ([`prepares`](Warpgroup::prepares)).
-    pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[Prepared; 2]> {
+    pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[PreparedProduct; 2]> {
         self.prepares.then(|| {
             let (queries, keys) = self.score_operands(k);
             let values = self.value_operand(k);

@@ -25,17 +25,17 @@ impl Pair for E4M3x2 {}
 impl Pair for E5M2x2 {}
 
 /// Scalars made of two halves that are scalars too.
-pub trait Splits: Scalar {
+pub trait SplitHalves: Scalar {
     /// The type of each half.
     type Half: Scalar;
 }
-impl Splits for U64 {
+impl SplitHalves for U64 {
     type Half = U32;
 }
-impl Splits for F16x2 {
+impl SplitHalves for F16x2 {
     type Half = F16;
 }
-impl Splits for BF16x2 {
+impl SplitHalves for BF16x2 {
     type Half = BF16;
 }
 
@@ -110,7 +110,7 @@ impl Builder {
 
     /// Splits a register into its lower and its upper half.
     #[track_caller]
-    pub fn split<T: Splits>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
+    pub fn split<T: SplitHalves>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
         let (low, high) = (self.register::<T::Half>(), self.register::<T::Half>());
         self.push(Instruction::Split {
             low: low.register,
@@ -122,7 +122,7 @@ impl Builder {
 
     /// Joins two halves, the lower one first, into one register.
     #[track_caller]
-    pub fn join<T: Splits>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
+    pub fn join<T: SplitHalves>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
         let whole = self.register::<T>();
         let (low, high) = (low.into(), high.into());
         self.push(Instruction::Join { dst: whole.register, low, high });

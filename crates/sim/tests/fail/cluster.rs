@@ -1,7 +1,7 @@
 //! Hazards of clusters: accesses to the shared memory of other blocks.
 
 use flashcore_sim::HazardKind as H;
-use ptx::{Barriers, Builder, Expression, Scope, Target};
+use ptx::{Builder, Expression, Mbarriers, Scope, Target};
 
 use crate::{fails, hazard, passes};
 
@@ -18,7 +18,7 @@ fn no_such_rank() {
 /// Returns a kernel in which each block arrives at the mbarrier of the other.
 fn neighbours(sync_at_end: bool) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
-    let barriers = Barriers::new(&mut k, "barrier", 1, 1);
+    let barriers = Mbarriers::new(&mut k, "barrier", 1, 1);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();
@@ -47,7 +47,7 @@ fn block_has_exited() {
 /// for the second arrival before it ends.
 fn two_lanes(synced: bool) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
-    let barriers = Barriers::new(&mut k, "barrier", 2, 1);
+    let barriers = Mbarriers::new(&mut k, "barrier", 2, 1);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();

@@ -4,7 +4,7 @@
 //! the softmax is computed in f32 and stored in the element type, the second product is summed in
 //! f32 and stored in the element type. Where the second product multiplies 8-bit numbers,
 //! exponentials are stored in 8 bits, and scores are accumulated as the tensor cores do
-//! ([`sim::narrow_sum`]), since no kernel can recover what they lose there. Where only keys and
+//! ([`sim::fp8_accumulate`]), since no kernel can recover what they lose there. Where only keys and
 //! values have 8 bits, their descaled values are stored in the element type first. The log-sum-exp
 //! is f32 for every element type, and its baseline comes from the scores before they are rounded.
 
@@ -19,7 +19,7 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let types = inputs.factor_types.map(DType::element);
     let dot = |a: &[f32], b: &[f32]| match inputs.small_probabilities {
-        true => narrow_dot(types, a, b),
+        true => fp8_dot(types, a, b),
         false => dot(a, b),
     };
     let score = |(index, key): (usize, &[f32])| {
@@ -76,10 +76,10 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
 }
 
 /// Computes a dot product of 8-bit numbers in steps of 32, with the tensor cores' accumulation.
-fn narrow_dot(types: [ptx::Element; 2], a: &[f32], b: &[f32]) -> f32 {
+fn fp8_dot(types: [ptx::Element; 2], a: &[f32], b: &[f32]) -> f32 {
     let steps = a.chunks(32).zip(b.chunks(32));
     steps.fold(0.0, |sum, (a, b)| {
-        sim::narrow_sum(types, sum, a.iter().copied().zip(b.iter().copied()))
+        sim::fp8_accumulate(types, sum, a.iter().copied().zip(b.iter().copied()))
     })
 }
 

@@ -81,7 +81,7 @@ impl<'a> DynamicProducer<'a> {
             Tiles::Single { tiles, .. } => (tiles, None),
             Tiles::Listed(list) => {
                 let records = k.load::<U32, _>(list.schedule + COUNT_BYTE);
-                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                let blocks = k.special(ptx::SpecialRegister::GridExtent(ptx::Axis::X));
                 (records, Some(Claims { list, blocks }))
             }
         };
@@ -144,7 +144,7 @@ impl<'a> DynamicProducer<'a> {
                 WorkSlots::write_blocks(k, slot, [zero; 2], window);
             },
         );
-        self.posted.publish(k);
+        self.posted.commit(k);
         self.posted.advance(k);
     }
 
