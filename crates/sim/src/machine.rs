@@ -1,5 +1,5 @@
-//! The state of a run: the [`GridState`] that all blocks share, and each resident [`Cluster`] with its
-//! blocks, warps, barriers and asynchronous operations.
+//! The state of a run: the [`GridState`] that all blocks share, and each resident [`Cluster`] with
+//! its blocks, warps, barriers and asynchronous operations.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 

@@ -185,11 +185,11 @@ const fn least_exponent(element: Element) -> i32 {
 /// The products and the accumulator are aligned to the largest exponent among them, each is
 /// truncated after 13 bits of fraction, and so is their sum. A product's exponent is the sum of
 /// those of its factors, before the carry of a product such as `1.5 * 1.5`; subnormal factors have
-/// the smallest exponent of their type. This is what MMA-Sim (arXiv 2511.10909) found bit for bit on
-/// Hopper; the report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) described it first, without the
-/// truncation of the sum. With this model, a few rows of
-/// FlashAttention-3's loop have relative errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and 128k
-/// keys, where an H200 had 0.59e-2, 0.11 and 0.46.
+/// the smallest exponent of their type. This is what MMA-Sim (arXiv 2511.10909) found bit for bit
+/// on Hopper; the report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) described it first, without the
+/// truncation of the sum. With this model, a few rows of FlashAttention-3's loop have relative
+/// errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and 128k keys, where an H200 had 0.59e-2, 0.11 and
+/// 0.46.
 ///
 /// ```
 /// # use flashcore_sim::fp8_accumulate;

@@ -151,12 +151,6 @@ impl Builder {
         self.unary(UnaryOperation::Exp2, a)
     }
 
-    /// Computes `2^a` of both halves.
-    #[track_caller]
-    pub fn exp2_packed<T: PackedHalf>(&mut self, a: Reg<T>) -> Reg<T> {
-        self.unary(UnaryOperation::Exp2, a)
-    }
-
     /// Computes the binary logarithm.
     #[track_caller]
     pub fn log2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
@@ -195,12 +189,6 @@ impl Builder {
     #[track_caller]
     pub fn multiply_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
         self.both_halves(BinaryOperation::Multiply, a, b)
-    }
-
-    /// Takes the maximum of each half.
-    #[track_caller]
-    pub fn maximum_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
-        self.both_halves(BinaryOperation::Maximum, a, b)
     }
 
     /// Rounds two numbers into one packed register.

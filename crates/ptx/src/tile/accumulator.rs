@@ -1,7 +1,7 @@
 //! Accumulators and `A` operands of `wgmma`, in the registers of a warpgroup.
 
 use super::SharedTile;
-use crate::{Builder, Element, F32, Instruction, PackedFp8, PackedHalf, Reg, Register, U32, Value};
+use crate::{Builder, Element, F32, Instruction, PackedFp8, Reg, Register, U32, Value};
 
 /// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
 /// 128 threads of a warpgroup.
@@ -80,15 +80,6 @@ impl Accumulator {
         let row = k.eval(thread / 32 * 16 + lane / 4);
         let column = k.eval(lane % 4 * 2);
         Position { row, column }
-    }
-
-    /// Rounds the matrix to 16-bit elements. The result has the register layout of the `A` operand
-    /// of a following product over these columns, without any exchange between lanes.
-    #[track_caller]
-    pub fn to_fragment<T: PackedHalf + crate::Pair>(&self, k: &mut Builder) -> Fragment {
-        let registers =
-            self.registers.chunks(2).map(|pair| k.pack::<T>(pair[0], pair[1]).register).collect();
-        Fragment { element: T::ELEMENT, registers }
     }
 }
 

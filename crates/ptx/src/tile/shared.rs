@@ -108,15 +108,6 @@ impl SharedTile {
         SharedTile { address, rows: count.min(self.rows), ..*self }
     }
 
-    /// Returns a view of the first `count` columns.
-    #[track_caller]
-    pub fn first_columns(&self, k: &mut Builder, count: u32) -> SharedTile {
-        if count > self.columns {
-            k.misuse(format!("{count} columns of a tile with {}", self.columns));
-        }
-        SharedTile { columns: count.min(self.columns), ..*self }
-    }
-
     /// Returns a view of one panel: as many columns as the swizzle is wide.
     #[track_caller]
     pub fn panel(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> SharedTile {

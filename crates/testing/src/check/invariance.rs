@@ -41,7 +41,7 @@ struct Member {
 }
 
 /// The result of attention over some sequences: outputs and log-sum-exps.
-pub type BatchResult = Result<(Tensor, Vec<f32>), String>;
+type BatchResult = Result<(Tensor, Vec<f32>), String>;
 
 impl Invariance {
     /// Creates `sequences` sequences of `longest` keys. Of the problem, the heads, head dims,

@@ -24,7 +24,7 @@ pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
 pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
-pub use invariance::{BatchResult, Invariance, on_backend, run_batches};
+pub use invariance::{Invariance, on_backend, run_batches};
 pub use ragged_gradients::RaggedGradients;
 pub use sequences::{CheckedSequences, DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
 

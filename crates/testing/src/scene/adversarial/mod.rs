@@ -71,8 +71,8 @@ impl Scene {
     }
 }
 
-/// The softcap of scenes whose keys have unequal magnitudes: a lower cap would level the scores, and
-/// a higher one would cost them too many digits.
+/// The softcap of scenes whose keys have unequal magnitudes: a lower cap would level the scores,
+/// and a higher one would cost them too many digits.
 const HIGH_CAP: f32 = 200.0;
 
 /// Makes scenes of calls, with [`HIGH_CAP`] where magnitudes differ and scores are capped.

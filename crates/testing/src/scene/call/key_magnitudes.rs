@@ -13,8 +13,8 @@ pub enum KeyMagnitudes {
     /// Keys grow towards both ends: from whichever end a kernel walks, maxima rise in the second
     /// half, while the sums of the first half still count.
     Valley,
-    /// One key in seven is far larger than its neighbours, so that exponentials relative to anything
-    /// but the maximum overflow.
+    /// One key in seven is far larger than its neighbours, so that exponentials relative to
+    /// anything but the maximum overflow.
     Spikes,
     /// Like [`Spikes`](KeyMagnitudes::Spikes), but larger towards both ends, so that later spikes
     /// also exceed earlier ones by far.
@@ -54,9 +54,9 @@ impl KeyMagnitudes {
         }
     }
 
-    /// With [`KeyMagnitudes::AtDistance`], returns an element of a query or key: elements are waves over the
-    /// position, shifted so that those of a query and a key are in phase only at the distance. Half
-    /// of the waves are for keys before a query, the others for keys after it.
+    /// With [`KeyMagnitudes::AtDistance`], returns an element of a query or key: elements are waves
+    /// over the position, shifted so that those of a query and a key are in phase only at the
+    /// distance. Half of the waves are for keys before a query, the others for keys after it.
     pub(super) fn wave(
         self,
         seed: u64,
