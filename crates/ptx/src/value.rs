@@ -308,9 +308,9 @@ impl<T: Scalar> Expression<T> for Reg<T> {}
 impl<T: Scalar> Expression<T> for Value<T> {}
 
 /// Selection between two values by a predicate.
-pub trait Choose: Into<Value<Pred>> + Sized {
+pub trait Select: Into<Value<Pred>> + Sized {
     /// Selects `a` where the predicate is true and `b` elsewhere.
-    fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
+    fn select<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
         let (condition, a, b) = (self.into(), a.into(), b.into());
         let depth = condition.depth.max(a.depth).max(b.depth);
         let [condition, a, b] = [condition.node, a.node, b.node].map(Box::new);
@@ -318,8 +318,8 @@ pub trait Choose: Into<Value<Pred>> + Sized {
     }
 }
 
-impl Choose for Reg<Pred> {}
-impl Choose for Value<Pred> {}
+impl Select for Reg<Pred> {}
+impl Select for Value<Pred> {}
 
 fn compare<T: Scalar>(
     comparison: Comparison,

@@ -14,9 +14,9 @@
 //! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
-    AtomicOrder, BF16x2, Builder, Choose, Consumer, Element, Expression, F16x2, F32, Fence,
-    GlobalAddress, Instruction, LoadHint, LoadOrder, Mbarriers, Operand, Pipeline, Pred, Producer,
-    Reg, Scope, SharedAddress, StoreHint, U32, U64, Value,
+    AtomicOrder, BF16x2, Builder, Consumer, Element, Expression, F16x2, F32, Fence, GlobalAddress,
+    Instruction, LoadHint, LoadOrder, Mbarriers, Operand, Pipeline, Pred, Producer, Reg, Scope,
+    Select, SharedAddress, StoreHint, U32, U64, Value,
 };
 
 use super::persistent::{Claims, Handover};
@@ -412,7 +412,7 @@ impl Housekeeping {
         // register.
         let row = if self.head_dim < columns {
             let has_column = to_column.less(self.head_dim);
-            k.eval(has_column.choose::<U32>(row, block.query_length))
+            k.eval(has_column.select::<U32>(row, block.query_length))
         } else {
             row
         };
@@ -421,7 +421,7 @@ impl Housekeeping {
         let from = k.eval(staged + (warp * LINE + rows * 16 + right * 8 + down * 4));
         let even = k.eval(from + other * 64);
         let odd = k.eval(from + (other ^ 1) * 64);
-        let order = k.eval(other.equals(0).choose::<U32>(0x3210u32, 0x1032u32));
+        let order = k.eval(other.equals(0).select::<U32>(0x3210u32, 0x1032u32));
         let rows_bytes = self.gradient.row_bytes(k, self.element, 8);
         for group in 0..CHUNK / SumsLayout::REGISTERS_BYTES {
             let words = [0, 2, 4, 6].map(|column| {

@@ -28,8 +28,8 @@
 //! for memory themselves.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder, Mbarriers,
-    Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
+    Builder, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder, Mbarriers, Operand,
+    Pipeline, Pred, Reg, Scope, Select, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
 use super::place::{Path, Place, Tile, Walk};
@@ -71,12 +71,12 @@ pub(super) struct Direction {
 impl Direction {
     /// Returns the increment from one query block to the next: 1 or -1.
     pub(super) fn step(self, k: &mut Builder) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(-1i32 as u32, 1))
+        k.eval(self.down.select::<U32>(-1i32 as u32, 1))
     }
 
     /// Returns the query block at which a walk begins.
     pub(super) fn start(self, k: &mut Builder, blocks: &QueryBlocks) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
+        k.eval(self.down.select::<U32>(blocks.end - 1, blocks.first))
     }
 }
 
@@ -130,15 +130,15 @@ impl Order {
     ) -> Turn {
         let count = k.eval(self.first.number * key_blocks.number);
         let is_first = k.eval(index.less(count));
-        let index = k.eval(is_first.choose::<U32>(index, index - count));
+        let index = k.eval(is_first.select::<U32>(index, index - count));
         let heads = DivisorRegisters::chosen(k, is_first, &self.first, &self.together);
         let (round, lane) = heads.divide(k, index);
         let (group, position) = key_blocks.divide(k, round);
         let begin = group * self.together.number + self.first.number;
-        let head = k.eval(lane + is_first.choose::<U32>(0, begin));
+        let head = k.eval(lane + is_first.select::<U32>(0, begin));
         let down = k.eval(head.at_least(self.last));
         let from_last = key_blocks.number - 1 - position;
-        let key_block = k.eval(down.choose::<U32>(position, from_last));
+        let key_block = k.eval(down.select::<U32>(position, from_last));
         Turn { head, key_block, position, direction: Direction { down } }
     }
 }
@@ -209,7 +209,7 @@ impl Turn {
     /// Returns the first key of the preceding key block.
     fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
         let down = self.direction.down;
-        let before = down.choose::<U32>(self.key_block - 1, self.key_block + 1);
+        let before = down.select::<U32>(self.key_block - 1, self.key_block + 1);
         k.eval(before * keys)
     }
 }

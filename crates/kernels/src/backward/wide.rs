@@ -20,8 +20,8 @@
 //! the register layout: each thread reads what the same thread of the other warpgroup wrote.
 
 use ptx::{
-    Accumulate, Accumulator, Builder, Choose, Expression, F32, Fragment, LoadHint, Mbarriers, Reg,
-    Scope, SharedAddress, StoreHint, U32, Value,
+    Accumulate, Accumulator, Builder, Expression, F32, Fragment, LoadHint, Mbarriers, Reg, Scope,
+    Select, SharedAddress, StoreHint, U32, Value,
 };
 
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
@@ -393,9 +393,9 @@ impl<'a> Half<'a> {
         group.release_output_gradients(k, group.stage);
         k.if_(group.number.differs(NO_STEP), |k| {
             let around = k.eval(group.stage.equals(0));
-            let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
+            let before = k.eval(around.select::<U32>(stages - 1, group.stage - 1));
             let written = group.shared.written.at(k, before);
-            let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+            let phase = around.select::<U32>(group.phase ^ 1, group.phase);
             k.mbarrier_wait(written, phase.clone(), Scope::Block);
             self.query_gradients(k, group.number, before, phase);
         });

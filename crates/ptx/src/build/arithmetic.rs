@@ -235,7 +235,7 @@ impl Builder {
     /// Rounds an `f32` to `bf16`, in software on targets without an instruction for it.
     #[track_caller]
     pub fn round_to_bf16(&mut self, a: impl Into<Value<F32>>) -> Reg<BF16> {
-        use crate::{Capability, Choose, Expression};
+        use crate::{Capability, Expression, Select};
         let a = self.eval(a);
         if self.target().has(Capability::Bf16) {
             return self.eval(a.convert::<BF16>());
@@ -246,7 +246,7 @@ impl Builder {
         let last = self.eval((bits >> 16) & 1);
         let rounded = self.eval((bits + 0x7FFF + last) >> 16);
         let is_nan = self.eval(a.differs(a));
-        let result = self.eval(is_nan.choose::<U32>(0x7FFF, rounded));
+        let result = self.eval(is_nan.select::<U32>(0x7FFF, rounded));
         let (low, high) = (self.register::<BF16>(), self.register::<BF16>());
         self.push(Instruction::Split {
             low: low.register,
@@ -261,13 +261,13 @@ impl Builder {
     #[track_caller]
     pub fn pack_int8(&mut self, low: Reg<F32>, high: Reg<F32>) -> Reg<F16> {
         use crate::float8::{Int8, ROUND_TO_INTEGER};
-        use crate::{Choose, Expression};
+        use crate::{Expression, Select};
         let [low, high] = [low, high].map(|number| {
             // The bounds also keep the assembler from contracting the addition with a preceding
             // multiplication.
             let bounded = number.maximum(-Int8::LARGEST).minimum(Int8::LARGEST);
             let rounded = self.eval((bounded + ROUND_TO_INTEGER).reinterpret::<U32>());
-            self.eval(number.differs(number).choose::<U32>(0, rounded))
+            self.eval(number.differs(number).select::<U32>(0, rounded))
         });
         let bytes = self.permute_bytes(low, high, 0x40);
         let bytes = self.eval(bytes.reinterpret::<F16x2>());

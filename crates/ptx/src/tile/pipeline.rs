@@ -6,7 +6,7 @@
 //! index and a phase.
 
 use crate::{
-    Builder, Choose, Expression, Fence, Instruction, Operand, Reg, Scope, SharedAddress, U32, Value,
+    Builder, Expression, Fence, Instruction, Operand, Reg, Scope, Select, SharedAddress, U32, Value,
 };
 
 /// An array of mbarriers in shared memory, 8 bytes each.
@@ -174,8 +174,8 @@ impl Cursor {
         }
         let next = k.eval(self.stage + 1);
         let around = k.eval(next.equals(self.pipeline.stages));
-        k.set(self.stage, around.choose::<U32>(0, next));
-        k.set(self.phase, around.choose::<U32>(self.phase ^ 1, self.phase));
+        k.set(self.stage, around.select::<U32>(0, next));
+        k.set(self.phase, around.select::<U32>(self.phase ^ 1, self.phase));
     }
 }
 

@@ -9,7 +9,7 @@ use super::{CHUNK, PANEL_CHUNKS, ROW, check, chunk_columns};
 use crate::tile::TileLayout;
 use crate::tile::shared::checked_layout;
 use crate::{
-    Builder, Choose, CopyCache, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
+    Builder, CopyCache, Expression, GlobalAddress, Instruction, Reg, Select, SharedAddress,
     StoreHint, U32, Value,
 };
 
@@ -141,7 +141,7 @@ impl RowCopies {
         row: impl Into<Value<U32>>,
         rows: Reg<U32>,
     ) -> Reg<U32> {
-        k.eval(row.into().less(rows).choose::<U32>(CHUNK, 0))
+        k.eval(row.into().less(rows).select::<U32>(CHUNK, 0))
     }
 
     /// Copies the thread's chunk of each panel of a row. `to` is the chunk's address in the first
