@@ -2,11 +2,14 @@
 
     from flashcore import flash_attn_func
 
-Tensors of PyTorch, and arrays of every library that speaks DLPack (NumPy, CuPy, JAX): on an NVIDIA
-GPU by FlashCore's kernels, on the CPU by its CPU back end. The answer is of the kind that was given.
+    out = flash_attn_func(q, k, v, causal=True)     # (batch, length, heads, head dim)
 
-What FlashAttention has and FlashCore has not yet is accepted at its default value and refused by
-name otherwise.
+Tensors are those of PyTorch, or arrays of any library that supports DLPack (NumPy, CuPy, JAX). Tensors on an
+NVIDIA GPU are processed by FlashCore's kernels on the current stream, tensors in host memory by its CPU back
+end. Results are of the library, and on the device, of the inputs.
+
+Arguments of FlashAttention that FlashCore does not support are accepted at their default value. Any other
+value raises a ``NotImplementedError`` that names the argument.
 """
 
 from __future__ import annotations
@@ -139,47 +142,67 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     **rare: _Unpack[_Rare],
 ) -> Any:
-    """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
+    """Computes ``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
 
-    The names, order and defaults are FlashAttention-2's; what FlashAttention-3 adds is taken by
-    keyword.
+    The arguments up to ``return_attn_probs`` have FlashAttention-2's names, order and defaults. Arguments of
+    FlashAttention-3, and ``batch_invariant``, are keyword-only. In PyTorch and JAX the function has gradients
+    with respect to ``q``, ``k``, ``v`` and ``s_aux``.
 
     Args:
-        q: (batch, queries, heads, head dim), float16, bfloat16, float32, or in 8 bits.
-        k: (batch, keys, key heads, head dim). Key heads divide heads: query head ``h`` reads key
+        q: (batch, queries, heads, head dim), in float16, bfloat16, float32, float8_e4m3fn or float8_e5m2. Head
+            dims are up to 256. The last dimension should be contiguous; other dimensions may have any strides.
+        k: (batch, keys, key heads, head dim), in the element type of ``q``, float8_e4m3fn, float8_e5m2 or int8.
+            The number of query heads must be a multiple of the number of key heads: query head ``h`` uses key
             head ``h // (heads // key_heads)``.
-        v: (batch, keys, key heads, value head dim). Head dims are up to 256; others than multiples of
-            8, and wider values, are served by copies. Keys and values are like ``q``, or in 8 bits.
-        softmax_scale: ``1 / sqrt(head dim)`` unless given.
-        causal: The last query sees every key, the one before all but the last, and so on, whatever
-            the lengths. A query that sees no key gets zeros.
-        window_size: A query sees so many keys before and after its own, where its own is that of
-            the causal mask; all of them where negative or None.
-        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
-        alibi_slopes: (heads,) or (batch, heads): scores fall by the slope for each position between
-            query and key.
-        deterministic: Gradients are bitwise equal from call to call, as the output always is, and so
-            they are under ``torch.use_deterministic_algorithms(True)``.
-        return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
-            never made.
-        q_descale, k_descale, v_descale: What tensors of float8_e4m3fn, float8_e5m2 or int8 are multiplied
-            with, in float32: (batch, key heads) as FlashAttention-3 has it, (key heads,) or one
-            number; for keys and values also one for each token and head, in the shape of ``k``
-            without its last dimension. See :func:`quantize_kv`.
-        attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
-            only, unless it is 0.
-        num_splits, pack_gqa, sm_margin: Hints, not needed.
-        s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
-            ``learnable_sink``.
-        batch_invariant: The output of a query, and its log-sum-exp, have the same bits whatever else is
-            in the batch, however many queries of its sequence come in one call, and wherever keys lie:
-            in prefill, chunked or not, and in decode. Few queries are about as fast as without, many
-            are much slower. Gradients are as without.
+        v: (batch, keys, key heads, value head dim), in the element type of ``q`` or in 8 bits, as ``k``. The
+            value head dim may differ from the head dim. Head dims that are not multiples of 8, value head dims
+            above 256, and tensors whose last dimension is not contiguous are copied in every call, with a
+            warning the first time.
+        dropout_p: Must be 0.0.
+        softmax_scale: Factor of the scores; ``1 / sqrt(head dim)`` if None.
+        causal: Whether a query sees only the keys up to its own position. The last query is aligned with the
+            last key: query ``i`` sees keys up to ``i + keys - queries``. A query that sees no key gets an output
+            of zeros and a log-sum-exp of minus infinity.
+        window_size: (left, right): a query sees ``left`` keys before and ``right`` keys after its own position,
+            aligned as for ``causal``. A negative number or None is unbounded. With ``causal``, ``right`` is 0.
+        softcap: If not 0, scaled scores ``s`` become ``softcap * tanh(s / softcap)``.
+        alibi_slopes: (heads,) or (batch, heads), in float32, float16 or bfloat16. ``slope * distance`` is
+            subtracted from a score, where the distance is that of the two positions. Constants for autograd.
+        deterministic: Whether gradients have the same bits in every call, as the output always has. Also on
+            under ``torch.use_deterministic_algorithms(True)``.
+        return_attn_probs: Whether to return ``(out, softmax_lse, None)``. The probabilities themselves are never
+            computed as a tensor.
+        qv: Must be None.
+        q_descale, k_descale, v_descale: Factors by which the elements of 8-bit ``q``, ``k`` and ``v`` are
+            multiplied, in float32: (batch, key heads) as in FlashAttention-3, (key heads,) or (). Those of
+            ``k`` and ``v`` may also be per token, (batch, keys, key heads). See :func:`quantize_kv`.
+        attention_chunk: If not 0, positions are divided into chunks of this size, and a query sees only keys of
+            its own chunk.
+        num_splits, pack_gqa, sm_margin: Hints of FlashAttention; checked and ignored.
+        s_aux: (heads,), in float32, float16 or bfloat16: a sink for each head, which is one more score in the
+            softmax, without a value. ``learnable_sink``, FlashAttention-4's name, is accepted as well.
+        batch_invariant: Whether the output and log-sum-exp of a query have the same bits whatever else is in the
+            batch, however many queries of its sequence are in the call, and wherever its keys are stored. With
+            few queries this costs about 1 %; with many it is several times slower. Gradients are unaffected.
 
     Returns:
-        (batch, queries, heads, value head dim) in the element type of ``q``, or bfloat16 where that has
-        8 bits; with ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
-        queries) in float32, and None.
+        The output, (batch, queries, heads, value head dim), in the element type of ``q``, or bfloat16 if ``q``
+        has 8 bits. With ``return_attn_probs`` a tuple ``(out, softmax_lse, None)``, in which ``softmax_lse`` is
+        the log-sum-exp of each row of scores, (batch, heads, queries) in float32, without a gradient.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes, strides or devices do not fit together, or a number is out of range.
+        NotImplementedError: If ``dropout_p`` or ``qv`` is given, or if no kernel of the device supports the call.
+
+    Example:
+        A batch of two sequences, with eight query heads that share two key heads::
+
+            q = torch.randn(2, 1024, 8, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            k = torch.randn(2, 1024, 2, 128, dtype=torch.bfloat16, device="cuda")
+            v = torch.randn(2, 1024, 2, 128, dtype=torch.bfloat16, device="cuda")
+            out = flash_attn_func(q, k, v, causal=True, window_size=(255, 0))
+            out.sum().backward()
     """
     if type(dropout_p) is not float or dropout_p != 0.0:
         _refuse(dropout_p=dropout_p)
@@ -237,7 +260,22 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim)."""
+    """Computes :func:`flash_attn_func` of queries, keys and values in one tensor.
+
+    The gradient of ``qkv`` is one tensor too, without a copy.
+
+    Args:
+        qkv: (batch, length, 3, heads, head dim), in float16, bfloat16 or float32.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
+            As in :func:`flash_attn_func`.
+
+    Returns:
+        The output, (batch, length, heads, head dim), in the element type of ``qkv``; with ``return_attn_probs``
+        ``(out, softmax_lse, None)``, as in :func:`flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As in :func:`flash_attn_func`.
+    """
     _unpackable("qkv", qkv, 3, "(batch, length, 3, heads, head dim)")
     return _packed(
         (qkv, None, None),
@@ -262,7 +300,21 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of ``q`` and a tensor (batch, keys, 2, key heads, head dim)."""
+    """Computes :func:`flash_attn_func` of queries, and of keys and values in one tensor.
+
+    Args:
+        q: (batch, queries, heads, head dim), in float16, bfloat16 or float32.
+        kv: (batch, keys, 2, key heads, head dim), in the element type of ``q``.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
+            As in :func:`flash_attn_func`.
+
+    Returns:
+        The output, with the shape and element type of ``q``; with ``return_attn_probs``
+        ``(out, softmax_lse, None)``, as in :func:`flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As in :func:`flash_attn_func`.
+    """
     _unpackable("kv", kv, 2, "(batch, length, 2, heads, head dim)")
     return _packed(
         (q, kv, None),
@@ -288,8 +340,24 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of a tensor (rows of all sequences, 3, heads, head dim), with
-    FlashAttention-2's arguments; ``return_attn_probs`` is as in :func:`flash_attn_func`."""
+    """Computes :func:`flash_attn_varlen_func` of queries, keys and values in one tensor, with FlashAttention-2's
+    arguments.
+
+    Args:
+        qkv: (rows of all sequences, 3, heads, head dim), in float16, bfloat16 or float32.
+        cu_seqlens: (sequences + 1,) in int32: the row at which each sequence begins, and the end of the last one.
+        max_seqlen: An upper bound of the lengths; the number of rows if None, which is slower.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic: As in :func:`flash_attn_func`.
+        alibi_slopes: (heads,) or (sequences, heads).
+        return_attn_probs: Whether to return ``(out, softmax_lse, None)``.
+
+    Returns:
+        The output, (rows of all sequences, heads, head dim), in the element type of ``qkv``; with
+        ``return_attn_probs`` also the log-sum-exps, (heads, rows of all sequences) in float32, and None.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As in :func:`flash_attn_func`.
+    """
     _unpackable("qkv", qkv, 3, "(rows of all sequences, 3, heads, head dim)")
     return _packed(
         (qkv, None, None),
@@ -318,8 +386,26 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of ``q`` and a tensor (rows of all sequences, 2, key heads, head
-    dim), with FlashAttention-2's arguments; ``return_attn_probs`` is as in :func:`flash_attn_func`."""
+    """Computes :func:`flash_attn_varlen_func` of queries, and of keys and values in one tensor, with
+    FlashAttention-2's arguments.
+
+    Args:
+        q: (queries of all sequences, heads, head dim), in float16, bfloat16 or float32.
+        kv: (keys of all sequences, 2, key heads, head dim), in the element type of ``q``.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) in int32: the row of ``q`` and of ``kv`` at which each
+            sequence begins, and the end of the last one.
+        max_seqlen_q, max_seqlen_k: Upper bounds of the lengths; the number of rows if None, which is slower.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic: As in :func:`flash_attn_func`.
+        alibi_slopes: (heads,) or (sequences, heads).
+        return_attn_probs: Whether to return ``(out, softmax_lse, None)``.
+
+    Returns:
+        The output, with the shape and element type of ``q``; with ``return_attn_probs`` also the log-sum-exps,
+        (heads, queries of all sequences) in float32, and None.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As in :func:`flash_attn_func`.
+    """
     _unpackable("kv", kv, 2, "(rows of all sequences, 2, heads, head dim)")
     return _packed(
         (q, kv, None),
@@ -379,11 +465,39 @@ def scaled_dot_product_attention(
     *,
     deterministic: bool = False,
 ) -> Any:
-    """Attention with PyTorch's signature, over (batch, heads, length, head dim).
+    """Computes attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
-    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths. ``attn_mask``
-    broadcasts to (batch, heads, queries, keys): truth values say which keys are seen, numbers are added
-    to the scores. ``deterministic`` is as in :func:`flash_attn_func`.
+    Heads come before positions here. The function has gradients with respect to ``query``, ``key``, ``value``
+    and an additive ``attn_mask``.
+
+    Args:
+        query: (batch, heads, queries, head dim), in float16, bfloat16 or float32.
+        key: (batch, key heads, keys, head dim), in the element type of ``query``.
+        value: (batch, key heads, keys, value head dim), in the element type of ``query``.
+        attn_mask: A tensor that broadcasts to (batch, heads, queries, keys), which is not expanded in memory. In
+            bool, True means that the query sees the key. In float32, float16 or bfloat16, it is added to the
+            scores. Not together with ``is_causal``.
+        dropout_p: Must be 0.0.
+        is_causal: Whether query ``i`` sees only keys 0 to ``i``, whatever the lengths, as in PyTorch. (In
+            :func:`flash_attn_func` the last query is aligned with the last key instead.)
+        scale: Factor of the scores; ``1 / sqrt(head dim)`` if None.
+        enable_gqa: Whether there may be fewer key heads than query heads, which share them as in
+            :func:`flash_attn_func`.
+        deterministic: As in :func:`flash_attn_func`.
+
+    Returns:
+        The output, (batch, heads, queries, value head dim), in the element type of ``query``.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes do not fit together, or ``attn_mask`` is given with ``is_causal``.
+        NotImplementedError: If ``dropout_p`` is not 0, or if no kernel of the device supports the call.
+
+    Example:
+        A mask that hides the padding of each sequence, from ``lengths`` of shape (batch,)::
+
+            seen = torch.arange(key.shape[2], device=key.device) < lengths[:, None, None, None]
+            out = scaled_dot_product_attention(query, key, value, attn_mask=seen)
     """
     try:
         plain = not dropout_p
@@ -419,10 +533,22 @@ def _masked(
 
 
 def info() -> dict[str, Any]:
-    """What there is and what ran.
+    """Describes the package, the devices it can use, and the last call.
 
-    ``version``; ``cpu`` and ``gpus``, what can be used; ``no_gpu``, why there is none; and ``last``,
-    the last call: its device, problem, kernel, the kernel's configuration, and the reason for the
-    choice, which names what was refused.
+    Returns:
+        A dictionary with these entries:
+
+        - ``version``: The version of the package.
+        - ``cpu``: The threads and vector instructions of the CPU back end.
+        - ``gpus``: A list of usable GPUs.
+        - ``no_gpu``: Why there is none, or None.
+        - ``last``: The last call, None before the first: its ``device``, ``problem``, ``kernel``, the kernel's
+          ``configuration``, and the ``reason`` for the choice, which says why other kernels were not used.
+
+    Example:
+        ::
+
+            flash_attn_func(q, k, v)
+            print(flashcore.info()["last"]["kernel"])      # such as "gpu/forward" or "cpu/blocked"
     """
     return _info()

@@ -1,4 +1,4 @@
-"""Numbers to 8 bits and back, with the factors that attention takes as ``q_descale`` and the like."""
+"""Conversion to 8-bit tensors and back, with the factors that attention takes as ``q_descale`` and the like."""
 
 from __future__ import annotations
 
@@ -17,21 +17,29 @@ _PER = ("tensor", "head", "sequence", "token")
 
 
 def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_heads: int | None = None) -> Any:
-    """A tensor in 8 bits and its descale factors: ``x`` is about ``x8 * descale``.
+    """Converts a tensor to 8 bits: ``x`` is approximately ``x8 * descale``.
 
-    A factor is the largest magnitude of the numbers it is for over the largest number of the type.
+    A factor is the largest magnitude of the elements that share it, divided by the largest number of the 8-bit
+    type; elements are rounded to nearest and saturate.
 
     Args:
-        x: (batch, length, heads, head dim), or packed (rows, heads, head dim).
-        dtype: ``float8_e4m3fn``, ``float8_e5m2``, or for keys and values ``int8`` (-127 to 127, and 0
-            for NaN), of the library of ``x`` or as a name.
-        per: What shares a factor: the whole ``"tensor"``, a ``"head"``, a head of a ``"sequence"``
-            (which needs the dimension of the batch), or a ``"token"`` and head.
-        kv_heads: For queries, the key heads: those that read one key head share its factor.
+        x: (batch, length, heads, head dim) or, packed, (rows, heads, head dim), in float16, bfloat16, float32 or
+            float64.
+        dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, as a name or as an element type of the library of
+            ``x``. ``int8``, for keys and values only, has the range -127 to 127; NaN becomes 0.
+        per: Which elements share a factor: ``"tensor"`` all, ``"head"`` those of a head, ``"sequence"`` those of a
+            head in a batch entry (not for packed tensors), ``"token"`` those of a head in a row.
+        kv_heads: For queries, the number of key heads: query heads that use the same key head then share a factor.
+            The heads of ``x`` if None.
 
     Returns:
-        ``(x8, descale)``; the factors are float32 of shape (), (heads,), (batch, heads), or that of
-        ``x`` without its last dimension, with ``kv_heads`` in the place of heads.
+        ``(x8, descale)``: a tensor of the shape of ``x``, and factors in float32 of shape () per tensor, (heads,)
+        per head, (batch, heads) per sequence, or the shape of ``x`` without its last dimension per token, with
+        ``kv_heads`` in the place of heads.
+
+    Raises:
+        TypeError: If ``x`` is not a dense tensor of floating-point numbers.
+        ValueError: If its shape, ``dtype``, ``per`` or ``kv_heads`` is not one of the above.
     """
     return _quantized("x", x, dtype, per, kv_heads)
 
@@ -66,16 +74,29 @@ def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None
 
 
 def quantize_kv(k: Any, v: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head") -> Any:
-    """Keys and values in 8 bits: ``(k8, v8, k_descale, v_descale)``; see :func:`quantize`.
+    """Converts keys and values to 8 bits, each by :func:`quantize`.
 
-    >>> import numpy as np
-    >>> import flashcore
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = (rng.standard_normal((1, 100, 8, 64)).astype(np.float32) for _ in range(3))
-    >>> k8, v8, k_descale, v_descale = flashcore.quantize_kv(k, v, per="token")
-    >>> out = flashcore.flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
-    >>> bool(abs(out - flashcore.flash_attn_func(q, k, v)).max() < 0.1)
-    True
+    Args:
+        k: (batch, keys, key heads, head dim) or (rows, key heads, head dim), in float16, bfloat16, float32 or
+            float64.
+        v: The same, with a head dim that may differ.
+        dtype, per: As in :func:`quantize`.
+
+    Returns:
+        ``(k8, v8, k_descale, v_descale)``, as :func:`flash_attn_func` and the functions for serving take them.
+
+    Raises:
+        TypeError, ValueError: As in :func:`quantize`.
+
+    Example:
+        >>> import numpy as np
+        >>> import flashcore
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = (rng.standard_normal((1, 100, 8, 64)).astype(np.float32) for _ in range(3))
+        >>> k8, v8, k_descale, v_descale = flashcore.quantize_kv(k, v, per="token")
+        >>> out = flashcore.flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+        >>> bool(abs(out - flashcore.flash_attn_func(q, k, v)).max() < 0.1)
+        True
     """
     k8, k_descale = _quantized("k", k, dtype, per)
     v8, v_descale = _quantized("v", v, dtype, per)
@@ -83,10 +104,20 @@ def quantize_kv(k: Any, v: Any, dtype: Any = "float8_e4m3fn", *, per: str = "hea
 
 
 def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
-    """The numbers that a tensor in 8 bits stands for, in float32 or another type of its library.
+    """Multiplies an 8-bit tensor by its factors.
 
-    ``descale`` is as attention takes it: of shape (), (heads,), (batch, heads), or that of ``x``
-    without its last dimension.
+    Args:
+        x: (batch, length, heads, head dim) or (rows, heads, head dim), in float8_e4m3fn, float8_e5m2 or int8.
+        descale: Factors on the device of ``x``, of shape (), (heads,), (batch, heads), or the shape of ``x`` without
+            its last dimension. Query heads may share factors: the number of factors must divide the heads.
+        dtype: The element type of the result, of the library of ``x``; float32 if None.
+
+    Returns:
+        A tensor of the shape of ``x``.
+
+    Raises:
+        TypeError: If an argument is not a tensor of such elements, or ``dtype`` not an element type.
+        ValueError: If the shapes do not fit together, or the devices differ.
     """
     _check("x", x, _LARGEST)
     _check("descale", descale)

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths, caches and parts, with FlashAttention-3's functions."""
+"""Ragged batches, KV caches and partial results, with FlashAttention-3's functions."""
 
 from __future__ import annotations
 
@@ -115,48 +115,67 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     **rare: Unpack[_RareOfRagged],
 ) -> Any:
-    """Attention over sequences that lie one after the other, each with lengths of its own.
+    """Computes attention over sequences of unequal lengths that are packed one after the other.
 
-    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 and vLLM's fork have
-    besides, and sinks, are taken by keyword. Masks and windows are aligned for each sequence: its last
-    query stands at its last key. Lists are int32; on a GPU they are read when the kernel runs.
+    The arguments up to ``return_attn_probs`` have FlashAttention-3's names, order and defaults. Arguments of
+    FlashAttention-2 and of vLLM's fork, sinks and ``batch_invariant`` are keyword-only. Masks and windows are
+    aligned in each sequence: its last query is at the position of its last key. Lengths, starts and page tables
+    are int32 tensors on the device of ``q``; on a GPU they are read when the kernel runs, without a
+    synchronisation, and out-of-range entries are clamped. In PyTorch and JAX the function has gradients with
+    respect to ``q``, ``k``, ``v`` and ``s_aux``, except with ``block_table``.
 
     Args:
-        q: (queries of all sequences, heads, head dim).
-        k: (keys of all sequences, key heads, head dim), or with ``block_table`` (pages, page size,
-            key heads, head dim).
-        v: As ``k``, with a head dim of its own.
-        cu_seqlens_q: (sequences + 1,) where each sequence's queries begin, and where the last end.
-            Without it ``q`` is (sequences, queries, heads, head dim).
-        cu_seqlens_k: The same for keys. With ``block_table``, their lengths unless ``seqused_k``
-            has them.
-        max_seqlen_q: No sequence has more queries. Without it, as many as there are rows: right, and
-            slower.
+        q: (queries of all sequences, heads, head dim), or (sequences, queries, heads, head dim) without
+            ``cu_seqlens_q``. Element types are those of :func:`flash_attn_func`; on a GPU, float16, bfloat16 or
+            8-bit.
+        k: (keys of all sequences, key heads, head dim), or (sequences, keys, key heads, head dim) without
+            ``cu_seqlens_k``, or (pages, page size, key heads, head dim) with ``block_table``.
+        v: As ``k``, with a head dim that may differ.
+        cu_seqlens_q: (sequences + 1,) in int32: the row of ``q`` at which each sequence begins, and the end of the
+            last one.
+        cu_seqlens_k: The same for ``k``. With ``block_table`` only the differences are used, as the numbers of
+            keys, unless ``seqused_k`` is given.
+        max_seqlen_q: An upper bound of the number of queries in a sequence; the rows of ``q`` if None, which is
+            correct but slower.
         max_seqlen_k: The same for keys.
-        seqused_q: (sequences,) how many of the queries of each there are; the output's other rows
-            are not defined.
-        seqused_k: (sequences,) how many of the keys of each are used.
-        window_size: A query sees so many keys before and after its own; all of them where negative.
-        attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
-            only, unless it is 0.
-        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
-        alibi_slopes: (heads,) or (sequences, heads): scores fall by the slope for each position
-            between query and key.
-        num_splits, pack_gqa, sm_margin, fa_version, scheduler_metadata: Hints, not needed.
-        deterministic: As :func:`flash_attn_func` has it.
-        q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them, over (sequences, key
-            heads). Where packed keys are as many as sequences, two dimensions mean these.
-        block_table: (sequences, pages of each) the pages that hold each sequence's keys, which have
-            no gradients then.
-        s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
-            ``learnable_sink``.
-        out: As the result, which is written to it; without gradients.
-        batch_invariant: As :func:`flash_attn_func` has it.
-        return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
+        seqused_q: (sequences,) in int32: how many of the queries of each sequence are used. Output rows of the
+            others are undefined.
+        seqused_k: (sequences,) in int32: how many of the keys of each sequence are used.
+        softmax_scale, causal, window_size, attention_chunk, softcap: As in :func:`flash_attn_func`.
+        qv: Must be None.
+        q_descale, k_descale, v_descale: Factors of 8-bit tensors, as in :func:`flash_attn_func`, with sequences in
+            the place of the batch. Two dimensions mean (sequences, key heads) if there are as many packed keys
+            as sequences; otherwise (keys of all sequences, key heads) is accepted for factors per token.
+        num_splits, pack_gqa, sm_margin: Hints of FlashAttention; checked and ignored.
+        deterministic: As in :func:`flash_attn_func`.
+        return_attn_probs: Whether to return ``(out, softmax_lse)``.
+        dropout_p: Must be 0.0.
+        alibi_slopes: (heads,) or (sequences, heads), in float32, float16 or bfloat16; as in
+            :func:`flash_attn_func`.
+        block_table: (sequences, pages per sequence) in int32: the pages that hold the keys of each sequence.
+        s_aux: (heads,), a sink for each head, as in :func:`flash_attn_func`; also as ``learnable_sink``.
+        return_softmax_lse: The same as ``return_attn_probs``.
+        out: A tensor with the shape and element type of the result, into which it is written; without gradients.
+        fa_version, scheduler_metadata: Hints of vLLM's fork; ignored.
+        batch_invariant: As in :func:`flash_attn_func`.
 
     Returns:
-        As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
-        sequences) in float32.
+        The output, (queries of all sequences, heads, value head dim), or with the dimensions of a padded ``q``, in
+        the element type of ``q``, or bfloat16 if ``q`` has 8 bits. With ``return_attn_probs`` or
+        ``return_softmax_lse`` a tuple ``(out, softmax_lse)``; the log-sum-exps are (heads, queries of all
+        sequences), or (sequences, heads, queries) for a padded ``q``, in float32.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes do not fit together, or, on the CPU, an entry of a list is out of range.
+        NotImplementedError: If ``dropout_p`` or ``qv`` is given, or if no kernel of the device supports the call.
+
+    Example:
+        Sequences of 3 and 5 tokens in one tensor::
+
+            starts = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+            q, k, v = torch.randn(3, 8, 4, 64, dtype=torch.bfloat16, device="cuda")
+            out = flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)      # (8, 4, 64)
     """
     if qv is not None:
         refuse(qv=qv)
@@ -262,55 +281,80 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     **rare: Unpack[_RareOfCaches],
 ) -> Any:
-    """Attention over a cache of keys and values, to which new ones are added first.
+    """Computes attention over a KV cache, after appending new keys and values to it.
 
-    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 has besides, and
-    sinks, are taken by keyword. Lists are int32. On a GPU they are read when the kernel runs, so
-    that a CUDA graph is right as they change, and what is beyond a bound is cut to it; on the CPU
-    it is refused.
+    The arguments up to ``return_softmax_lse`` have FlashAttention-3's names, order and defaults. Arguments of
+    FlashAttention-2, sinks and ``batch_invariant`` are keyword-only. Lengths, starts and page tables are int32
+    tensors on the device of ``q``. On a GPU they are read when the kernel runs, so that they may change between
+    replays of a CUDA graph, and out-of-range entries are clamped; on the CPU out-of-range entries are refused.
+    The function has no gradients.
 
     Args:
-        q: (sequences, queries, heads, head dim), or with ``cu_seqlens_q`` (queries of all
-            sequences, heads, head dim).
-        k_cache: (batch entries, positions, key heads, head dim), or with ``page_table`` (pages,
-            page size, key heads, head dim). Written in place where ``k`` is given.
-        v_cache: As ``k_cache``, with a head dim of its own.
-        k: New keys, (sequences, new, key heads, head dim), or with ``cu_seqlens_k_new`` (new of all
-            sequences, key heads, head dim): behind the ``cache_seqlens`` there are.
-        v: New values.
-        rotary_cos: (positions, half the rotary dim) in the element type of ``q``: the first columns
-            of new keys and of queries are rotated, by the angle of their position. Queries that are
-            neither causal nor in a window or chunk all stand at the first new position.
+        q: (sequences, queries, heads, head dim), or (queries of all sequences, heads, head dim) with
+            ``cu_seqlens_q``. Element types are those of :func:`flash_attn_func`.
+        k_cache: (batch entries, positions, key heads, head dim), or (pages, page size, key heads, head dim) with
+            ``page_table``; in the element type of ``q``, float8_e4m3fn, float8_e5m2 or int8. Written in place if
+            ``k`` is given.
+        v_cache: As ``k_cache``, with a head dim that may differ.
+        k: New keys, (sequences, new, key heads, head dim), or (new of all sequences, key heads, head dim) with
+            ``cu_seqlens_k_new``, which are written after the first ``cache_seqlens`` positions.
+        v: New values, as ``k``, with the head dim of ``v_cache``. Given if and only if ``k`` is.
+        qv: Must be None.
+        rotary_cos: (positions, rotary dim / 2), in the element type of ``q``. Rotates the first rotary dim columns
+            of new keys and of queries by the angle of their position. Queries are rotated like the new keys
+            where the call is causal or has a window or chunk, otherwise all by the first new position. Requires
+            ``k`` and ``v``.
         rotary_sin: As ``rotary_cos``.
-        cache_seqlens: (sequences,) or a number: positions of each sequence before ``k``, left
-            padding included; the whole cache without.
-        cache_batch_idx: (sequences,) the batch entry of each, or its row of ``page_table``; its index
-            without.
-        cache_leftpad: (sequences,) positions at the beginning that are no part of the sequence.
-        page_table: (sequences, pages of each) the pages that hold each sequence; there may be more
-            rows. FlashAttention-2 calls it ``block_table``.
-        cu_seqlens_q: (sequences + 1,) where each sequence's queries begin, and where the last end.
-        cu_seqlens_k_new: The same for ``k``.
-        max_seqlen_q: With ``cu_seqlens_q``: no sequence has more queries.
-        rotary_seqlens: (sequences,) the position of each sequence's first new key where angles are
-            concerned; ``cache_seqlens`` without. Without ``rotary_cos`` it means nothing.
-        q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them; (sequences, key heads).
-            New rows that are wider than a cache of 8 bits are divided by its factors and rounded;
-            factors for each token and head, (batch entries, positions, key heads) or (pages, page
-            size, key heads), are found for new rows and written in place.
-        rotary_interleaved: Whether columns 0 and 1 are a pair, 2 and 3, and so on; else column 0
-            and the first of the second half.
-        window_size, attention_chunk, softcap, alibi_slopes, s_aux, out: As
-            :func:`flash_attn_varlen_func` has them.
-        num_splits, pack_gqa, sm_margin: Hints, not needed. ``num_splits=1`` does not make bits
-            independent of the batch; ``batch_invariant`` does, and splits all the same.
-        batch_invariant: As :func:`flash_attn_func` has it.
-        scheduler_metadata: What :func:`get_scheduler_metadata` gave.
-        return_softmax_lse: Return ``(out, softmax_lse)``.
+        cache_seqlens: (sequences,) in int32, or an ``int`` for all: the number of positions of each sequence in the
+            cache before ``k`` is appended, including left padding. If None, the whole cache is used; required
+            with ``k``.
+        cache_batch_idx: (sequences,) in int32: the batch entry of the cache, or the row of ``page_table``, that
+            each sequence uses; its own index if None.
+        cache_leftpad: (sequences,) in int32: the number of positions at the beginning that are not part of the
+            sequence.
+        page_table: (sequences, pages per sequence) in int32: the pages that hold each sequence. May have more rows
+            than there are sequences. ``block_table``, FlashAttention-2's name, is accepted as well.
+        cu_seqlens_q: (sequences + 1,) in int32: the row of ``q`` at which each sequence begins, and the end of the
+            last one.
+        cu_seqlens_k_new: The same for ``k`` and ``v``.
+        max_seqlen_q: With ``cu_seqlens_q``, an upper bound of the number of queries in a sequence.
+        rotary_seqlens: (sequences,) in int32: the position, for the rotation, of each sequence's first new key;
+            ``cache_seqlens`` if None. Ignored without ``rotary_cos``.
+        q_descale, k_descale, v_descale: Factors of 8-bit tensors, in float32, as in :func:`flash_attn_func`:
+            (sequences, key heads), (key heads,) or (). New rows that are wider than an 8-bit cache are divided
+            by these factors and rounded. Factors per token have the shape of the cache without its last
+            dimension; those of new rows are computed, and written in place.
+        softmax_scale, causal, window_size, attention_chunk, softcap: As in :func:`flash_attn_func`. The last query
+            is aligned with the last key, including the new ones.
+        rotary_interleaved: Whether columns 0 and 1, 2 and 3, and so on are rotated as pairs (GPT-J); otherwise
+            column ``i`` and column ``i + rotary dim / 2`` (GPT-NeoX).
+        scheduler_metadata: A result of :func:`get_scheduler_metadata`; checked and ignored.
+        num_splits, pack_gqa, sm_margin: Hints of FlashAttention; checked and ignored. Use ``batch_invariant``
+            where other libraries need ``num_splits=1`` for results that do not depend on the batch.
+        return_softmax_lse: Whether to return ``(out, softmax_lse)``.
+        alibi_slopes, s_aux, learnable_sink, out: As in :func:`flash_attn_varlen_func`.
+        batch_invariant: As in :func:`flash_attn_func`.
 
     Returns:
-        As ``q``, with the head dim of ``v_cache``; the log-sum-exps are (sequences, heads, queries)
-        or (heads, queries of all sequences) in float32.
+        The output, with the shape of ``q`` but the head dim of ``v_cache``, in the element type of ``q``, or
+        bfloat16 if ``q`` has 8 bits. With ``return_softmax_lse`` a tuple ``(out, softmax_lse)``; the log-sum-exps
+        are (sequences, heads, queries), or (heads, queries of all sequences) with ``cu_seqlens_q``, in float32.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes do not fit together, if only one of ``k`` and ``v`` is given, or, on the CPU, if an
+            entry of a list is out of range or the new keys do not fit into the cache.
+        NotImplementedError: If a tensor requires grad while grad mode is on, if ``qv`` is given, or if no kernel
+            of the device supports the call.
+
+    Example:
+        One decoding step over a paged cache::
+
+            # q (4, 1, 32, 128); k, v (4, 1, 8, 128); caches (pages, 64, 8, 128); page_table (4, pages per sequence)
+            out = flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, cache_seqlens=lengths, page_table=page_table, causal=True
+            )
+            lengths += 1
     """
     if qv is not None:
         refuse(qv=qv)
@@ -528,11 +572,25 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Any:
-    """What :func:`flash_attn_with_kvcache` takes as ``scheduler_metadata``.
+    """Returns a value for the argument ``scheduler_metadata`` of :func:`flash_attn_with_kvcache`.
 
-    FlashAttention-3's signature, for programs that plan ahead. FlashCore's kernels find their work
-    from the lengths when they run: the answer is a list of zeros, (batch_size,) in int32, which the
-    function checks and does not need.
+    This exists for programs written for FlashAttention-3, whose signature it has. FlashCore's kernels derive
+    their schedule from the lengths when they run, and do not use the result.
+
+    Args:
+        batch_size: The number of sequences.
+        cache_seqlens: (batch_size,) in int32.
+        max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, headdim_v, cu_seqlens_q,
+            cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal, window_size, attention_chunk,
+            has_softcap: As in FlashAttention-3; ignored.
+        num_splits, pack_gqa, sm_margin: As in FlashAttention-3; checked and ignored.
+
+    Returns:
+        (batch_size,) zeros in int32, on the device of ``cache_seqlens``.
+
+    Raises:
+        TypeError: If ``batch_size`` is not an integer, or ``cache_seqlens`` not an int32 tensor.
+        ValueError: If ``cache_seqlens`` has another shape.
     """
     hints(num_splits, pack_gqa, sm_margin)
     if not isinstance(batch_size, int):
@@ -557,19 +615,35 @@ def _check_metadata(metadata: Any, sequences: int) -> None:
 def flash_attn_combine(
     out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
 ) -> Any:
-    """Attention over parts of the keys, put together by the log-sum-exps of the parts.
+    """Combines results of attention over different parts of the keys, by their log-sum-exps.
+
+    Sums are in float32. The function has no gradients.
 
     Args:
-        out_partial: (parts, batch, queries, heads, head dim) in float32, float16 or bfloat16, or without
-            the batch; sums are in float32. A part whose log-sum-exp is minus infinity saw no key and is
-            not read.
-        lse_partial: (parts, batch, queries, heads) in float32, or without the batch.
-        out: (batch, queries, heads, head dim), or without the batch, written in place.
-        out_dtype: float16, bfloat16 or float32, which it is without.
+        out_partial: (parts, batch, queries, heads, head dim) in float32, float16 or bfloat16, or without the batch
+            dimension. A row of a part whose log-sum-exp is minus infinity saw no key and is not read.
+        lse_partial: (parts, batch, queries, heads) in float32, or without the batch dimension. Note the order:
+            the other functions return log-sum-exps as (batch, heads, queries).
+        out: A tensor of the result's shape and element type, into which it is written; a new one if None.
+        out_dtype: The element type of the result: float16, bfloat16 or float32; float32 if None.
 
     Returns:
-        ``(out, softmax_lse)``, as (batch, queries, heads, head dim) and (batch, queries, heads), or
-        both without the batch.
+        ``(out, softmax_lse)``: (batch, queries, heads, head dim), and (batch, queries, heads) in float32; both
+        without the batch dimension if the parts have none.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes do not fit together.
+        NotImplementedError: If a tensor requires grad while grad mode is on.
+
+    Example:
+        Attention over two halves of the keys::
+
+            parts = [flash_attn_func(q, k[:, at], v[:, at], return_attn_probs=True)[:2] for at in halves]
+            outs, lses = zip(*parts)
+            out, lse = flash_attn_combine(
+                torch.stack(outs), torch.stack(lses).transpose(2, 3).contiguous(), out_dtype=q.dtype
+            )
     """
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
         if tensor is not None or name != "out":
@@ -622,15 +696,31 @@ def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> An
 
 
 def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
-    """Two answers of attention over different keys as one over all of them: a shared prefix and
-    what follows it, levels of a cascade, slices of a context.
+    """Combines two results of attention over different keys into one over all of them.
 
-    Outputs and log-sum-exps are as the functions give them: (batch, queries, heads, head dim) with
-    (batch, heads, queries), or (queries of all sequences, heads, head dim) with (heads, queries of
-    all sequences).
+    Uses are a shared prefix and its continuations, or levels of a cascade. The function has no gradients; for
+    more than two parts see :func:`flash_attn_combine`.
+
+    Args:
+        out_a, out_b: (batch, queries, heads, head dim) or (queries of all sequences, heads, head dim), in float16,
+            bfloat16 or float32.
+        lse_a, lse_b: (batch, heads, queries) or (heads, queries of all sequences) in float32, as attention
+            functions return them.
 
     Returns:
-        ``(out, softmax_lse)`` of the same shapes and element types.
+        ``(out, softmax_lse)``, of the same shapes and element types.
+
+    Raises:
+        TypeError: If an argument is not a tensor, or has an unsupported element type.
+        ValueError: If shapes do not fit together.
+        NotImplementedError: If a tensor requires grad while grad mode is on.
+
+    Example:
+        ::
+
+            prefix = flash_attn_func(q, k_prefix, v_prefix, return_attn_probs=True)[:2]
+            rest = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2]
+            out, lse = flash_attn_merge(*prefix, *rest)
     """
     tensors = (out_a, lse_a, out_b, lse_b)
     if is_compiling():

@@ -2,12 +2,13 @@
 
     import flashcore.torch
 
-    flashcore.torch.activate()      # F.scaled_dot_product_attention, on CUDA, from now on
-    flashcore.torch.restore()
+    flashcore.torch.activate()      # from now on F.scaled_dot_product_attention on CUDA uses FlashCore
+    flashcore.torch.restore()       # back to PyTorch's own kernels
 
-From PyTorch 2.11 on, whose switch this is: what F.scaled_dot_product_attention, nn.MultiheadAttention and
-all that is built on them would run by FlashAttention-2 (float16 and bfloat16 on CUDA, no mask but the causal
-one) is run by FlashCore, forward and backward. Dropout is refused by name.
+This uses a switch of PyTorch, from 2.11 on, and applies to the whole process. Calls of
+``F.scaled_dot_product_attention``, ``nn.MultiheadAttention`` and everything built on them that PyTorch would
+give to FlashAttention-2 (float16 and bfloat16 on CUDA, without a mask or with the causal one) run on
+FlashCore, forward and backward. All other calls run as before. Dropout raises a ``NotImplementedError``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ _HEADS_FIRST = "scaled_dot_product_attention"
 
 
 def activate() -> None:
-    """Makes PyTorch's attention run on FlashCore."""
+    """Makes PyTorch's attention on CUDA use FlashCore's kernels, in the whole process.
+
+    Raises:
+        NotImplementedError: If PyTorch is older than 2.11.
+
+    Example:
+        ::
+
+            flashcore.torch.activate()
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
     attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
         raise NotImplementedError(f"PyTorch {torch.__version__} has no switch for this, expected 2.11 or later")
@@ -36,7 +47,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Restores PyTorch's own attention."""
+    """Makes PyTorch's attention use PyTorch's own kernels again."""
     torch.nn.attention.restore_flash_attention_impl()
 
 
@@ -74,7 +85,11 @@ def heads_first(
     *,
     scale: float | None = None,
 ) -> Any:
-    """``aten::_scaled_dot_product_flash_attention``, over (batch, heads, length, head dim)."""
+    """Implements ``aten::_scaled_dot_product_flash_attention``.
+
+    Tensors are (batch, heads, length, head dim), in float16 or bfloat16 on CUDA. Returns what the operator returns:
+    output, log-sum-exps, no cumulative lengths, the two lengths, unused random state and an empty mask.
+    """
     _refuse(dropout_p, return_debug_mask)
     out = torch.empty_like(query)
     tensors, function = _in_order((query, key, value), is_causal)
@@ -103,7 +118,7 @@ def heads_first_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    """Implements ``aten::_scaled_dot_product_flash_attention_backward``: returns the gradients of query, key and value."""
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     all_tensors = (query, key, value, out, grad_out, *gradients)
     (q, k, v, o, do, dq, dk, dv), function = _in_order(all_tensors, is_causal)
@@ -136,7 +151,11 @@ def rows(
     seqused_k: Any = None,
     alibi_slopes: Any = None,
 ) -> Any:
-    """``aten::_flash_attention_forward``, over (batch, length, heads, head dim) or packed rows."""
+    """Implements ``aten::_flash_attention_forward``.
+
+    Tensors are (batch, length, heads, head dim), or (rows, heads, head dim) with cumulative lengths in int32. Returns
+    what the operator returns: output, log-sum-exps, unused random state and an empty mask.
+    """
     _refuse(dropout_p, return_debug_mask)
     tensors = (query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, None, None, None, alibi_slopes)
     numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
@@ -164,7 +183,7 @@ def rows_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:
-    """``aten::_flash_attention_backward``."""
+    """Implements ``aten::_flash_attention_backward``: returns the gradients of query, key and value."""
     lists = (cum_seq_q, cum_seq_k, *_gradients.NONE[2:])
     numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
     function, deterministic = "flash_attn_varlen_func", torch.are_deterministic_algorithms_enabled()

@@ -1,12 +1,13 @@
-"""Hugging Face's transformers on FlashCore.
+"""Attention of Hugging Face's transformers on FlashCore.
 
     import flashcore.transformers
 
     flashcore.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fused_core")
 
-Batches may be padded on either side or packed, caches dynamic or static; windows, soft caps and sinks
-are the model's. Dropout of probabilities is refused by name. Continuous batching takes "paged|fused_core".
+Batches may be padded on either side or packed, and caches dynamic or static. Sliding windows, softcaps and
+sinks are taken from the model. Dropout of attention probabilities raises a ``NotImplementedError``: set
+``attention_dropout=0.0``. For continuous batching use ``attn_implementation="paged|fused_core"``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,23 @@ PAGED = "paged|"
 
 
 def register(name: str = NAME) -> str:
-    """Registers FlashCore's attention with transformers; ``attn_implementation`` takes the name.
+    """Registers FlashCore's attention with transformers, under ``name`` and, for continuous batching, ``"paged|" + name``.
+
+    Args:
+        name: The value that ``attn_implementation`` will take. It must not contain ``flash``: transformers looks for
+            such names on the hub.
 
     Returns:
         The name.
+
+    Raises:
+        ValueError: If the name contains ``flash``.
+
+    Example:
+        ::
+
+            name = flashcore.transformers.register()
+            model = AutoModelForCausalLM.from_pretrained("...", attn_implementation=name, dtype=torch.bfloat16)
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -62,8 +76,23 @@ def attention(
     deterministic: bool | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """Attention as transformers calls it: over (batch, heads, length, head dim), with the answer as
-    (batch, length, heads, head dim)."""
+    """Computes attention for a layer of a model, as transformers calls it.
+
+    Args:
+        module: The layer; its ``is_causal`` is used if the argument is None.
+        query: (batch, heads, queries, head dim).
+        key, value: (batch, key heads, keys, head dim), in the element type of ``query``.
+        attention_mask: (batch, keys), true or 1 where there is a token; None without padding.
+        scaling, dropout, softcap, is_causal, s_aux, deterministic: As ``softmax_scale``, ``dropout_p``, ``softcap``,
+            ``causal``, ``s_aux`` and ``deterministic`` of :func:`flashcore.flash_attn_func`.
+        sliding_window: The number of keys that a query sees, including its own position.
+        position_ids: (1, length): positions that restart mark packed sequences.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: Cumulative lengths, (sequences + 1,), and the largest
+            lengths of packed sequences, instead of ``position_ids``.
+
+    Returns:
+        The output, (batch, queries, heads, head dim), and None in the place of the probabilities.
+    """
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rules: dict[str, Any] = {
         "softmax_scale": scaling,
@@ -110,8 +139,24 @@ def paged(
     s_aux: Any = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """Attention of continuous batching: over (1, heads, rows of all sequences, head dim), with the answer as (rows,
-    heads, head dim). New keys go into the cache, and those of each sequence come out of it one after the other."""
+    """Computes attention for continuous batching, as transformers calls it.
+
+    New keys and values are written to ``cache``, which returns those of each sequence one after the other.
+
+    Args:
+        module: The layer, with its ``layer_idx``.
+        query: (1, heads, rows of all sequences, head dim).
+        key, value: The new rows, (1, key heads, rows of all sequences, head dim).
+        attention_mask: Ignored.
+        cache: The paged cache of transformers.
+        cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k: Cumulative lengths, (sequences + 1,), and the largest
+            lengths; those of keys may be a dictionary by the kind of layer.
+        read_index, write_index: Passed to ``cache.update``.
+        scaling, dropout, sliding_window, softcap, s_aux: As in :func:`attention`.
+
+    Returns:
+        The output, (rows of all sequences, heads, head dim), and None in the place of the probabilities.
+    """
     keys, values = cache.update(
         key_states=key,
         value_states=value,

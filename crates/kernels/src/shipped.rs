@@ -674,8 +674,12 @@ mod tests {
                     heads,
                     multiprocessors: 132,
                 };
-                let chosen = tuned_prefill(&workload).map(|it| it.configuration);
-                chosen.is_some_and(|it| Forward { form, output, ..it } == tile)
+                [rules.mask, MaskKind::Causal].into_iter().any(|mask| {
+                    let rules = Rules { mask, ..rules };
+                    let chosen = tuned_prefill(&Workload { rules, ..workload });
+                    let chosen = chosen.map(|it| it.configuration);
+                    chosen.is_some_and(|it| Forward { form, output, ..it } == tile)
+                })
             });
             assert!(is_chosen, "{tile:?}");
         }

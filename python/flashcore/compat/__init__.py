@@ -1,11 +1,12 @@
-"""FlashAttention's modules, for programs that import those.
+"""Modules that replace those of FlashAttention, for programs that import them.
 
     import flashcore.compat
 
-    flashcore.compat.install()          # then, in a program that knows nothing of FlashCore:
-    from flash_attn import flash_attn_func
+    flashcore.compat.install()
 
-| imported as | is | as in |
+    from flash_attn import flash_attn_func      # FlashCore's, also in programs that do not know FlashCore
+
+| imported as | replaced by | interface of |
 | --- | --- | --- |
 | ``flash_attn``, ``flash_attn.flash_attn_interface`` | :mod:`flashcore.compat.flash_attn` | FlashAttention-2 |
 | ``flash_attn.bert_padding`` | :mod:`flashcore.compat.bert_padding` | FlashAttention-2 |
@@ -13,7 +14,8 @@
 | ``flash_attn.cute``, ``flash_attn.cute.interface`` | :mod:`flashcore.compat.flash_attn_cute` | FlashAttention-4 |
 | ``vllm_flash_attn``, ``vllm_flash_attn.flash_attn_interface`` | :mod:`flashcore.compat.vllm_flash_attn` | vLLM's fork |
 
-Each function has the arguments of its namesake, in its order; what is not served is refused by name.
+Each function takes the arguments of its namesake in the same order. Arguments that are not supported are
+accepted at their default; any other value raises a ``NotImplementedError`` that names the argument.
 """
 
 from __future__ import annotations
@@ -40,10 +42,22 @@ _before: dict[str, ModuleType | None] = {}
 
 
 def install(*names: str) -> None:
-    """Makes programs that import FlashAttention's modules from now on get FlashCore's.
+    """Replaces FlashAttention's modules by FlashCore's for all imports from now on.
+
+    Call it before the program imports FlashAttention. Names that were imported before are not changed.
 
     Args:
-        names: ``flash_attn``, ``flash_attn_interface``, ``vllm_flash_attn``; all of them without.
+        names: The modules to replace: ``"flash_attn"``, ``"flash_attn_interface"``, ``"vllm_flash_attn"``; all of
+            them if none is given. Submodules are replaced with their parent.
+
+    Raises:
+        ValueError: If a name is none of these.
+
+    Example:
+        ::
+
+            flashcore.compat.install("flash_attn")
+            from flash_attn import flash_attn_varlen_func
     """
     tops = {name.partition(".")[0] for name in _MODULES}
     for name in names:
@@ -61,7 +75,10 @@ def install(*names: str) -> None:
 
 
 def uninstall() -> None:
-    """Gives the names back. What was imported meanwhile stays with who has it."""
+    """Undoes :func:`install`: later imports find the original modules, if there are any.
+
+    Functions that were imported in between stay FlashCore's.
+    """
     for name, module in _before.items():
         if module is None:
             sys.modules.pop(name, None)

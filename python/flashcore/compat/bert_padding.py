@@ -1,4 +1,4 @@
-"""FlashAttention-2's module ``flash_attn.bert_padding``: padded batches as rows, and back."""
+"""FlashAttention-2's module ``flash_attn.bert_padding``: conversion between padded batches and packed rows."""
 
 from __future__ import annotations
 
@@ -9,27 +9,56 @@ import torch.nn.functional as F
 
 
 def index_first_axis(x: Any, indices: Any) -> Any:
-    """The rows of ``x`` at some indices."""
+    """Returns the rows of ``x`` at ``indices``.
+
+    Args:
+        x: (rows, ...), of any element type.
+        indices: (n,) in int64.
+
+    Returns:
+        (n, ...).
+    """
     return x[indices]
 
 
 def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
-    """As many rows, zeros but for those at the indices."""
+    """Returns a tensor of zeros with ``values`` at ``indices``.
+
+    Args:
+        values: (n, ...), of any element type.
+        indices: (n,) in int64.
+        first_axis_dim: The number of rows of the result.
+
+    Returns:
+        (first_axis_dim, ...).
+    """
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
     return rows.index_put((indices,), values)
 
 
 def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> Any:
-    """The rows of a padded batch that there are.
+    """Packs the rows of a padded batch that the mask selects.
 
     Args:
-        hidden_states: (batch, length, ...).
-        attention_mask: (batch, length), true or 1 where there is a row.
-        unused_mask: The same for rows that are kept and not used.
+        hidden_states: (batch, length, ...), of any element type.
+        attention_mask: (batch, length), in bool or an integer type: True or 1 where there is a token.
+        unused_mask: The same for tokens that are to be packed too, but not counted as used.
 
     Returns:
-        The rows, their indices in the padded batch, where each sequence begins in int32, the longest
-        length, and how many rows of each are used.
+        A tuple of
+
+        - the rows, (total, ...);
+        - their indices in the flattened batch, (total,) in int64;
+        - the cumulative lengths of the sequences, (batch + 1,) in int32;
+        - the largest length, an ``int``;
+        - the number of used rows of each sequence, (batch,) in int32.
+
+    Example:
+        ::
+
+            rows, indices, starts, longest, _ = unpad_input(x, mask)
+            out = flash_attn_varlen_func(rows, rows, rows, starts, starts, longest, longest)
+            out = pad_input(out, indices, *mask.shape)
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -40,6 +69,15 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
-    """Rows in a padded batch (batch, seqlen, ...), with zeros where there is none."""
+    """Puts packed rows back into a padded batch; the inverse of :func:`unpad_input`.
+
+    Args:
+        hidden_states: (total, ...), of any element type.
+        indices: (total,) in int64, from :func:`unpad_input`.
+        batch, seqlen: The first two dimensions of the result.
+
+    Returns:
+        (batch, seqlen, ...), with zeros where there is no row.
+    """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))

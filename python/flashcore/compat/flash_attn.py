@@ -1,4 +1,4 @@
-"""FlashAttention-2's module ``flash_attn``."""
+"""FlashAttention-2's module ``flash_attn``: its functions, with its order of arguments."""
 
 from __future__ import annotations
 
@@ -45,8 +45,27 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """:func:`flashcore.flash_attn_varlen_func` in FlashAttention-2's order; ``return_attn_probs`` gives
-    ``(out, softmax_lse, None)``."""
+    """Calls :func:`flashcore.flash_attn_varlen_func` with FlashAttention-2's order of arguments.
+
+    Args:
+        q: (queries of all sequences, heads, head dim), in float16, bfloat16 or float32.
+        k, v: (keys of all sequences, key heads, head dim), or (pages, page size, key heads, head dim) with
+            ``block_table``, in the element type of ``q``.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) in int32, cumulative lengths.
+        max_seqlen_q, max_seqlen_k: Upper bounds of the lengths.
+        dropout_p: Must be 0.0.
+        alibi_slopes: (heads,) or (sequences, heads), in float32, float16 or bfloat16.
+        return_attn_probs: Whether to return ``(out, softmax_lse, None)``.
+        block_table: (sequences, pages per sequence) in int32.
+        softmax_scale, causal, window_size, softcap, deterministic: As in :func:`flashcore.flash_attn_func`.
+
+    Returns:
+        The output, with the shape and element type of ``q``; with ``return_attn_probs`` also the log-sum-exps,
+        (heads, queries of all sequences) in float32, and None.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
+    """
     result = _varlen(
         q,
         k,
@@ -89,7 +108,25 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`flashcore.flash_attn_with_kvcache` in FlashAttention-2's order."""
+    """Calls :func:`flashcore.flash_attn_with_kvcache` with FlashAttention-2's order of arguments.
+
+    Args:
+        q: (sequences, queries, heads, head dim), in float16, bfloat16 or float32.
+        k_cache, v_cache: (batch entries, positions, key heads, head dim), or (pages, page size, key heads, head
+            dim) with ``block_table``; written in place if ``k`` and ``v`` are given.
+        k, v: New keys and values, (sequences, new, key heads, head dim).
+        block_table: (sequences, pages per sequence) in int32.
+        rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, rotary_interleaved, alibi_slopes,
+            num_splits, return_softmax_lse: As in :func:`flashcore.flash_attn_with_kvcache`.
+        softmax_scale, causal, window_size, softcap: As in :func:`flashcore.flash_attn_func`.
+
+    Returns:
+        The output, with the shape and element type of ``q``; with ``return_softmax_lse``
+        ``(out, softmax_lse)``, in which the log-sum-exps are (sequences, heads, queries) in float32.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_with_kvcache`.
+    """
     return _with_kvcache(
         q,
         k_cache,

@@ -1,6 +1,7 @@
-"""FlashAttention-4's module ``flash_attn.cute``.
+"""FlashAttention-4's module ``flash_attn.cute``: its functions, with its order of arguments.
 
-Its functions of scores and masks are written in CuTe's language and are refused by name.
+Mask and score functions (``mask_mod``, ``score_mod``), which FlashAttention-4 takes in the CuTe language, raise
+a ``NotImplementedError``; see :func:`flashcore.flex_attention`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,26 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`flashcore.flash_attn_func` in FlashAttention-4's order: ``(out, softmax_lse)``, with None
-    unless ``return_lse``."""
+    """Calls :func:`flashcore.flash_attn_func` with FlashAttention-4's order of arguments.
+
+    Args:
+        q: (batch, queries, heads, head dim).
+        k, v: (batch, keys, key heads, head dim).
+        learnable_sink: (heads,), a sink for each head; ``s_aux`` of :func:`flashcore.flash_attn_func`.
+        window_size: (left, right), with None for an unbounded side.
+        softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic: As in
+            :func:`flashcore.flash_attn_func`.
+        return_lse: Whether to return the log-sum-exps.
+        qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors,
+            block_sparse_tensors_bwd: Must be None.
+
+    Returns:
+        ``(out, softmax_lse)``: (batch, queries, heads, head dim) in the element type of ``q``, and (batch, heads,
+        queries) in float32, or None without ``return_lse``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
+    """
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
@@ -102,8 +121,29 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> Any:
-    """:func:`flashcore.flash_attn_varlen_func` in FlashAttention-4's order: ``(out, softmax_lse)``, with
-    None unless ``return_lse``."""
+    """Calls :func:`flashcore.flash_attn_varlen_func` with FlashAttention-4's order of arguments.
+
+    Args:
+        q: (queries of all sequences, heads, head dim), or (sequences, queries, heads, head dim).
+        k, v: (keys of all sequences, key heads, head dim), or (sequences, keys, key heads, head dim), or (pages,
+            page size, key heads, head dim) with ``page_table``.
+        page_table: (sequences, pages per sequence) in int32.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: As in
+            :func:`flashcore.flash_attn_varlen_func`.
+        softmax_scale, causal, window_size, learnable_sink, softcap, deterministic, return_lse: As in
+            :func:`flash_attn_func`.
+        num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: Hints;
+            ignored.
+        qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, aux_tensors, aux_scalars:
+            Must be None.
+
+    Returns:
+        ``(out, softmax_lse)``: with the shape and element type of ``q``, and (heads, queries of all sequences) in
+        float32, or None without ``return_lse``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
+    """
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
@@ -153,7 +193,19 @@ def flash_attn_combine(
     virtual_batch_idx: Any = None,
     return_lse: bool = True,
 ) -> Any:
-    """:func:`flashcore.flash_attn_combine`; the log-sum-exps are None unless ``return_lse``."""
+    """Calls :func:`flashcore.flash_attn_combine` with FlashAttention-4's arguments.
+
+    Args:
+        out_partial, lse_partial, out, out_dtype: As in :func:`flashcore.flash_attn_combine`.
+        cu_seqlens, seqused, virtual_batch_idx: Must be None.
+        return_lse: Whether to return the log-sum-exps.
+
+    Returns:
+        ``(out, softmax_lse)``, with None in the place of ``softmax_lse`` without ``return_lse``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_combine`.
+    """
     refuse(cu_seqlens=cu_seqlens, seqused=seqused, virtual_batch_idx=virtual_batch_idx)
     output, lse = _combine(out_partial, lse_partial, out, out_dtype)
     return output, lse if flag("return_lse", return_lse) else None

@@ -1,4 +1,4 @@
-"""FlashAttention-3's module ``flash_attn_interface``."""
+"""FlashAttention-3's module ``flash_attn_interface``: its functions, with its order of arguments."""
 
 from __future__ import annotations
 
@@ -41,8 +41,23 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flashcore.flash_attn_func` in FlashAttention-3's order; ``return_attn_probs`` gives
-    ``(out, softmax_lse)``."""
+    """Calls :func:`flashcore.flash_attn_func` with FlashAttention-3's order of arguments.
+
+    Args:
+        q: (batch, queries, heads, head dim).
+        k, v: (batch, keys, key heads, head dim).
+        qv: Must be None.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+            pack_gqa, deterministic, sm_margin: As in :func:`flashcore.flash_attn_func`.
+        return_attn_probs: Whether to return ``(out, softmax_lse)``.
+
+    Returns:
+        The output, (batch, queries, heads, head dim); with ``return_attn_probs`` also the log-sum-exps, (batch,
+        heads, queries) in float32.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
+    """
     result = _func(
         q,
         k,
@@ -80,8 +95,22 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim), or with ``num_heads_q``
-    (batch, length, heads of queries, then of keys, then of values, head dim)."""
+    """Computes :func:`flash_attn_func` of queries, keys and values in one tensor.
+
+    Args:
+        qkv: (batch, length, 3, heads, head dim); with ``num_heads_q`` (batch, length, heads + 2 * key heads, head
+            dim), in which the heads of queries come first, then those of keys, then those of values.
+        num_heads_q: The number of query heads.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, deterministic,
+            sm_margin, return_attn_probs: As in :func:`flash_attn_func`.
+
+    Returns:
+        The output, (batch, length, heads, head dim); with ``return_attn_probs`` also the log-sum-exps, (batch,
+        heads, length) in float32.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
+    """
     if num_heads_q is None:
         q, k, v = qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]
     else:

@@ -1,4 +1,4 @@
-"""The module ``vllm_flash_attn`` of vLLM's fork."""
+"""The module ``vllm_flash_attn`` of vLLM's fork: its functions, with its order of arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _VERSIONS = (2, 3, 4)
 
 
 def is_fa_version_supported(fa_version: int, device: Any = None) -> bool:
-    """Whether a version's functions are served: one kernel serves them all."""
+    """Returns whether functions of a version of FlashAttention (2, 3 or 4) are supported, on any device."""
     return fa_version in _VERSIONS
 
 
 def fa_version_unsupported_reason(fa_version: int, device: Any = None) -> str | None:
-    """Why a version's functions are not served, or None."""
+    """Returns why functions of a version of FlashAttention are not supported; None if they are."""
     return None if is_fa_version_supported(fa_version) else f"there is no FlashAttention-{fa_version}"
 
 
@@ -60,7 +60,30 @@ def flash_attn_varlen_func(
     cp_rank: int = 0,
     cp_tot_seqused_k: Any = None,
 ) -> Any:
-    """:func:`flashcore.flash_attn_varlen_func` in the order of vLLM's fork."""
+    """Calls :func:`flashcore.flash_attn_varlen_func` with the order of arguments of vLLM's fork.
+
+    Args:
+        q: (queries of all sequences, heads, head dim).
+        k, v: (keys of all sequences, key heads, head dim), or (pages, page size, key heads, head dim) with
+            ``block_table``.
+        max_seqlen_q, max_seqlen_k: Upper bounds of the lengths.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) in int32, cumulative lengths.
+        seqused_k: (sequences,) in int32, the number of keys of each sequence.
+        window_size: [left, right]; None for unbounded.
+        q_v, cp_tot_seqused_k: Must be None.
+        cp_world_size, cp_rank: Must be 1 and 0.
+        num_splits, fa_version, scheduler_metadata: Hints; ignored.
+        dropout_p, softmax_scale, causal, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+            return_softmax_lse, out, q_descale, k_descale, v_descale, s_aux: As in
+            :func:`flashcore.flash_attn_varlen_func`.
+
+    Returns:
+        The output, with the shape of ``q``; with ``return_attn_probs`` or ``return_softmax_lse`` also the
+        log-sum-exps, (heads, queries of all sequences) in float32.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
+    """
     refuse(q_v=q_v, cp_world_size=cp_world_size, cp_rank=cp_rank, cp_tot_seqused_k=cp_tot_seqused_k)
     return _varlen(
         q,
@@ -114,7 +137,14 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Any:
-    """:func:`flashcore.get_scheduler_metadata` in the order of vLLM's fork."""
+    """Calls :func:`flashcore.get_scheduler_metadata` with the order of arguments of vLLM's fork.
+
+    Args:
+        batch_size, cache_seqlens: As in :func:`flashcore.get_scheduler_metadata`. The other arguments are ignored.
+
+    Returns:
+        (batch_size,) zeros in int32.
+    """
     return _metadata(
         batch_size,
         max_seqlen_q,

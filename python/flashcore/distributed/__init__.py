@@ -1,13 +1,13 @@
-"""Attention over a sequence that is spread over the ranks of a ``torch.distributed`` process group.
+"""Attention over sequences that are sharded over the ranks of a ``torch.distributed`` process group.
 
-    from flashcore.distributed import context_parallel_attention, shard, unshard
+    from flashcore.distributed import context_parallel_attention, shard
 
     q, k, v = (shard(it, group) for it in (q, k, v))        # or sharded from the start
     out = context_parallel_attention(q, k, v, group, causal=True)
-    out.backward(...)
+    out.backward(dout)
 
-Every rank calls the same function with its own rows. Which rows these are, what each rank computes and
-what is sent is decided in the library (``flashcore::distributed``); docs/distributed.md has it in pictures.
+Every rank calls the same function with the rows that it owns; :func:`shard` and :func:`positions` say which.
+docs/distributed.md describes the variants and what each of them sends.
 """
 
 from __future__ import annotations
@@ -56,32 +56,53 @@ def context_parallel_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Self-attention of whole sequences, from and to the rows that this rank owns.
+    """Computes self-attention over whole sequences, of which each rank holds some rows.
+
+    The function has gradients with respect to ``q``, ``k`` and ``v``. It is collective: all ranks of the group
+    must call it, with the same arguments except for their rows.
 
     Args:
-        q: (batch, own rows, heads, head dim), or (own rows of all sequences, heads, head dim) with
-            ``cu_seqlens``; float16, bfloat16 or float32.
-        k, v: The same rows, with heads that divide those of ``q``.
-        group: A process group, a mesh of one dimension, or None for all processes. All of its ranks must
-            call this, in the same order.
-        variant: ``"ring"``: keys come from one rank after the other while others are computed with.
-            ``"all_gather"``: all keys come at once. ``"all_to_all"``: rows are exchanged for heads, of
-            which there must be one for each rank. ``"hybrid"``: rows are exchanged for heads between
-            ``nodes``, keys travel within one.
-        causal, window_size, softmax_scale, softcap, deterministic: As in :func:`flashcore.flash_attn_func`.
-        cu_seqlens: Cumulative lengths of whole sequences, on all ranks the same: numbers, or a tensor, of
-            which one on a GPU is waited for.
-        length: How long whole sequences are; own rows times ranks unless given. Needed where the ranks
-            do not divide it.
-        order: ``"zigzag"``: a rank owns a piece from the beginning of a sequence and one from its end, so
-            that all have as much to do under a causal mask. ``"contiguous"``: one piece, so that ranks
-            that are far apart exchange nothing under a window. See :func:`shard`.
-        nodes: Into how many nodes the ranks are divided, in order, where the variant is ``"hybrid"``.
-        return_lse: Return ``(out, softmax_lse)``.
+        q: (batch, own rows, heads, head dim), or (own rows of all sequences, heads, head dim) with ``cu_seqlens``;
+            in float16, bfloat16 or float32. The rows are those of :func:`shard`.
+        k, v: The same rows, (batch, own rows, key heads, head dim) or without the batch, in the element type of
+            ``q``. The number of query heads must be a multiple of the number of key heads.
+        group: A process group, a one-dimensional ``DeviceMesh``, or None for all processes.
+        variant: What the ranks exchange:
+
+            - ``"ring"``: keys and values of one rank after the other, while others are computed with;
+            - ``"all_gather"``: all keys and values at once;
+            - ``"all_to_all"``: rows for heads; there must be at least one query head for each rank;
+            - ``"hybrid"``: rows for heads between ``nodes``, keys and values within a node.
+        causal, window_size, softmax_scale, softcap: As in :func:`flashcore.flash_attn_func`.
+        cu_seqlens: (sequences + 1,) cumulative lengths of the whole sequences, the same on all ranks, as a list of
+            numbers or a tensor. A tensor on a GPU causes a synchronisation.
+        length: The length of the whole sequences; own rows times ranks if None. Required if the number of ranks
+            does not divide it.
+        order: Which rows a rank owns: ``"zigzag"``, a piece from the beginning of a sequence and one from its end,
+            which balances the work under a causal mask; or ``"contiguous"``, one piece, with which distant ranks
+            exchange nothing under a window.
+        nodes: For ``"hybrid"``, the number of nodes into which the ranks are divided, in order.
+        deterministic: As in :func:`flashcore.flash_attn_func`.
+        return_lse: Whether to return ``(out, softmax_lse)``.
 
     Returns:
-        The output of own rows, like ``q`` with the head dim of ``v``; with ``return_lse`` also the
-        log-sum-exps, (batch, heads, own rows) or (heads, own rows) in float32.
+        The output of the rank's own rows, with the shape of ``q`` but the head dim of ``v``, in the element type
+        of ``q``. With ``return_lse`` a tuple ``(out, softmax_lse)``; the log-sum-exps are (batch, heads, own rows),
+        or (heads, own rows) with ``cu_seqlens``, in float32.
+
+    Raises:
+        TypeError: If a tensor is not a PyTorch tensor, or has an unsupported element type or another device.
+        ValueError: If shapes do not fit together, if the rows are not those that this rank owns, if there are fewer
+            query heads than ranks (``"all_to_all"``), or if ``nodes`` does not divide the ranks.
+        RuntimeError: If there is no process group, or a rank is lost.
+
+    Example:
+        ::
+
+            dist.init_process_group("nccl")
+            q, k, v = (shard(it) for it in (q, k, v))           # (batch, own rows, heads, head dim)
+            out = context_parallel_attention(q, k, v, causal=True)
+            whole = unshard(out)                                # where all rows are needed
     """
     return_lse = flag("return_lse", return_lse)
     mask = (causal, window_size)
@@ -132,23 +153,25 @@ def _prepared(
 
 
 def ring_attention(q: Any, k: Any, v: Any, group: Any = None, **arguments: Any) -> Any:
-    """:func:`context_parallel_attention` in which keys come from one rank after the other."""
+    """Calls :func:`context_parallel_attention` with ``variant="ring"``, with the same other arguments and result."""
     return context_parallel_attention(q, k, v, group, variant="ring", **arguments)
 
 
 def all_gather_attention(q: Any, k: Any, v: Any, group: Any = None, **arguments: Any) -> Any:
-    """:func:`context_parallel_attention` in which all keys come at once."""
+    """Calls :func:`context_parallel_attention` with ``variant="all_gather"``, with the same other arguments and result."""
     return context_parallel_attention(q, k, v, group, variant="all_gather", **arguments)
 
 
 def all_to_all_attention(q: Any, k: Any, v: Any, group: Any = None, **arguments: Any) -> Any:
-    """:func:`context_parallel_attention` in which rows are exchanged for heads."""
+    """Calls :func:`context_parallel_attention` with ``variant="all_to_all"``, with the same other arguments and result."""
     return context_parallel_attention(q, k, v, group, variant="all_to_all", **arguments)
 
 
 def hybrid_attention(q: Any, k: Any, v: Any, group: Any = None, *, nodes: int, **arguments: Any) -> Any:
-    """:func:`context_parallel_attention` in which rows are exchanged for heads between nodes, and keys
-    travel within one. Its rows are those of :func:`shard` with the same ``nodes``."""
+    """Calls :func:`context_parallel_attention` with ``variant="hybrid"``, with the same other arguments and result.
+
+    Rows must be those of :func:`shard` with the same ``nodes``.
+    """
     return context_parallel_attention(q, k, v, group, variant="hybrid", nodes=nodes, **arguments)
 
 
@@ -161,13 +184,26 @@ def shard(
     order: str = "zigzag",
     nodes: int = 1,
 ) -> Any:
-    """The rows of a whole tensor that this rank owns.
+    """Returns the rows of a whole tensor that this rank owns. Nothing is sent.
 
     Args:
-        tensor: The same on all ranks: a batch, or sequences of these cumulative lengths one after the other.
-        dim: The dimension of rows: 1, or 0 with ``cu_seqlens``, unless given.
-        order, nodes: As in :func:`context_parallel_attention`; ``nodes`` is that of ``"hybrid"``, which gives
-            neighbouring rows to ranks of different nodes.
+        tensor: A tensor of any element type that is the same on all ranks: (batch, length, ...), or (rows of all
+            sequences, ...) with ``cu_seqlens``.
+        group: As in :func:`context_parallel_attention`.
+        dim: The dimension of the rows; 1 if None, or 0 with ``cu_seqlens``.
+        cu_seqlens, order: As in :func:`context_parallel_attention`.
+        nodes: For ``variant="hybrid"``, the number of nodes; neighbouring pieces then belong to different nodes.
+
+    Returns:
+        The rank's own rows, in the order in which :func:`context_parallel_attention` expects them.
+
+    Raises:
+        ValueError: If the tensor does not have the rows of ``cu_seqlens``.
+
+    Example:
+        ::
+
+            tokens = shard(tokens, group)                       # (batch, own rows)
     """
     dim = (0 if cu_seqlens is not None else 1) if dim is None else dim
     moves = _transport(group)
@@ -190,8 +226,21 @@ def unshard(
     order: str = "zigzag",
     nodes: int = 1,
 ) -> Any:
-    """The whole tensor of which each rank gives the rows that it owns: the other way of :func:`shard`. It
-    has no gradient. ``length`` is as in :func:`context_parallel_attention`."""
+    """Returns the whole tensor of which each rank has the rows that it owns; the inverse of :func:`shard`.
+
+    It is collective, and has no gradient.
+
+    Args:
+        tensor: This rank's rows: (batch, own rows, ...), or (own rows of all sequences, ...) with ``cu_seqlens``.
+        dim: The dimension of the rows; 1 if None, or 0 with ``cu_seqlens``.
+        group, length, cu_seqlens, order, nodes: As in :func:`context_parallel_attention` and :func:`shard`.
+
+    Returns:
+        The whole tensor, on every rank.
+
+    Raises:
+        ValueError: If the tensor does not have the rows that this rank owns.
+    """
     dim = (0 if cu_seqlens is not None else 1) if dim is None else dim
     moves = _transport(group)
     lengths = _lengths(cu_seqlens, length, tensor.shape[dim], moves.size)
@@ -226,7 +275,20 @@ def positions(
     nodes: int = 1,
     device: Any = None,
 ) -> Any:
-    """The position of each of this rank's rows in its sequence, for rotary embeddings: (own rows,)."""
+    """Returns the position of each of this rank's rows in its sequence, for example for rotary embeddings.
+
+    Args:
+        length: The length of the whole sequences.
+        cu_seqlens: The cumulative lengths of whole sequences, instead of ``length``.
+        device: The device of the result; PyTorch's default if None.
+        group, order, nodes: As in :func:`context_parallel_attention` and :func:`shard`.
+
+    Returns:
+        (own rows,) in int64.
+
+    Raises:
+        ValueError: If neither ``length`` nor ``cu_seqlens`` is given.
+    """
     if length is None and cu_seqlens is None:
         raise ValueError("neither length nor cu_seqlens was given, expected one of them")
     moves = _transport(group)

@@ -45,15 +45,18 @@ impl Family for Prefill {
 
 /// Returns what the choice among configurations depends on. It uses the mean length of sequences,
 /// not the longest: tall tiles waste more at the end of each sequence. Paged keys and 8-bit inputs
-/// have no dense kernel, which gains little there.
+/// have no dense kernel, which gains little there, and no tiles that are for a causal mask alone.
 fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     let element = hopper_element(problem)?;
     let workload = ragged_workload_of(element, chip, problem)?;
     let mean = query_rows(problem).div_ceil(problem.batch.max(1) as u64);
     let paged = matches!(problem.keys, Storage::Paged { .. });
-    let dense = problem.mask.without_function() == Mask::NONE && !paged;
-    let mask =
-        if dense && element != Element::E4M3 { MaskKind::Dense } else { workload.rules.mask };
+    let mask = match problem.mask.without_function() {
+        _ if paged || element == Element::E4M3 => workload.rules.mask,
+        Mask::NONE => MaskKind::Dense,
+        Mask::CAUSAL => MaskKind::Causal,
+        _ => workload.rules.mask,
+    };
     let rules = Rules { mask, ..workload.rules };
     Ok(Workload { rules, key_length: workload.key_length.min(mean), ..workload })
 }
@@ -170,6 +173,25 @@ pub(super) mod tests {
         let pages = Storage::Paged { size: 64, columns: 64, pages: 9 };
         let paged = packed(64).with_mask(Mask::NONE).with_storage(Storage::Packed(32_768), pages);
         assert_eq!(choose(&Chip::H200, &paged).unwrap().tile.rules.mask, MaskKind::Local);
+    }
+
+    /// Under a causal mask tall tiles are for long packed sequences; a window hides too much of them,
+    /// and with pages there are too few registers.
+    #[test]
+    fn long_packed_causal_sequences_have_tall_tiles() {
+        let rows = |batch, mask, keys| {
+            let problem = Problem { batch, ..packed(64).with_mask(mask) };
+            let problem = problem.with_storage(Storage::Packed(32_768), keys);
+            let tile = choose(&Chip::H200, &problem).unwrap().tile;
+            assert_eq!(tile.rules.mask, MaskKind::Local);
+            tile.query_rows()
+        };
+        let packed = Storage::Packed(32_768);
+        let pages = Storage::Paged { size: 64, columns: 64, pages: 9 };
+        assert_eq!(rows(8, Mask::CAUSAL, packed), 192);
+        assert_eq!(rows(9, Mask::CAUSAL, packed), 128);
+        assert_eq!(rows(8, Mask::window(Some(4096), Some(0)), packed), 128);
+        assert_eq!(rows(8, Mask::CAUSAL, pages), 128);
     }
 
     #[test]

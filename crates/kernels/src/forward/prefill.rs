@@ -127,7 +127,7 @@ impl Prefill {
         match self.tile.warpgroups {
             1 => None,
             2 => Some((56, 224)),
-            3 if self.tile.rules.mask == MaskKind::Dense => Some((32, 160)),
+            3 if !self.tile.is_fp8() => Some((32, 160)),
             _ => Some((56, 152)),
         }
     }

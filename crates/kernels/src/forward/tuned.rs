@@ -283,8 +283,13 @@ const RAGGED_UP_TO_256: Rule = Rule {
     ..RAGGED_UP_TO_64
 };
 
+/// The longest packed sequences, in the mean, for which tiles of 192 rows do not pay under a causal
+/// mask: a taller tile wastes more at the end of each sequence.
+const RAGGED_SHORT: u64 = 4095;
+
 /// The rules of ragged batches with 16-bit inputs, by their mean length. Producers need more
-/// registers there, which leaves enough for tiles of 192 rows only without a mask.
+/// registers there, which leaves enough for tiles of 192 rows only without pages, and with no more
+/// than a causal mask.
 const PREFILL_RULES: &[Rule] = &[
     FEW_ROWS,
     Rule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
@@ -294,7 +299,13 @@ const PREFILL_RULES: &[Rule] = &[
         reason: "192 x 80 tiles with queries in registers are fastest from 2048 positions on",
         ..RAGGED_UP_TO_64
     },
-    RAGGED_UP_TO_64,
+    Rule { length: RAGGED_SHORT, ..RAGGED_UP_TO_64 },
+    Rule {
+        masks: Masks::Causal,
+        tile: TILE_192X96,
+        reason: "192 x 96 tiles are fastest from 4096 positions on under a causal mask",
+        ..RAGGED_UP_TO_64
+    },
     Rule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
     Rule {
         masks: Masks::Dense,
@@ -408,15 +419,16 @@ const FP8_PREFILL_RULES: &[Rule] = &[
 
 /// Returns the tiles for a ragged batch, or `None` where the kernel does not serve it. The
 /// workload's queries and heads say how much work there is in total, its keys how long sequences
-/// are. A causal mask becomes a window.
+/// are; with keys in pages the mask is a window. The configuration has a window where the workload
+/// has a causal mask.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
-    let mask = match workload.rules.mask {
-        MaskKind::Causal => MaskKind::Local,
-        mask => mask,
-    };
-    let rules = Rules { mask, ..workload.rules };
     let table = if workload.element == Element::E4M3 { FP8_PREFILL_RULES } else { PREFILL_RULES };
-    choose(table, &Workload { rules, ..*workload })
+    let mut tuned = choose(table, workload)?;
+    let mask = &mut tuned.configuration.rules.mask;
+    if *mask == MaskKind::Causal {
+        *mask = MaskKind::Local;
+    }
+    Some(tuned)
 }
 
 /// Returns every rule of the ragged table at its own head dimensions: plain, and under a mask also
@@ -429,6 +441,7 @@ pub fn every_prefill() -> Vec<Prefill> {
         let tile = |element, rules| rule.configuration(element, rule.dims, rules);
         let masks: &[Rules] = match rule.masks {
             Masks::Dense => &[Rules::DENSE],
+            Masks::Causal => &[Rules::LOCAL],
             _ => &[Rules::LOCAL, Rules::DENSE],
         };
         for rules in masks {
@@ -444,8 +457,11 @@ pub fn every_prefill() -> Vec<Prefill> {
                 all.push(Prefill { tile, single_tile: true, ..plain });
             } else {
                 all.push(Prefill { single_tile: true, ..plain });
-                all.push(Prefill { page_rows: Some(16), ..plain });
-                all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
+                // Tall tiles serve a causal mask alone.
+                if plain.tile.warpgroups < 3 {
+                    all.push(Prefill { page_rows: Some(16), ..plain });
+                    all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
+                }
             }
         }
     }
