@@ -11,7 +11,7 @@ use flashcore::{
 use harness::auxiliary_inputs::AuxiliaryInputs;
 use harness::verify::ExpectedOutput;
 use serde::Serialize;
-use testing::check::ladder::{self, Rung};
+use testing::check::matrix::{self, MatrixOutcome};
 use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
 use testing::verdict::Comparison;
 
@@ -91,7 +91,7 @@ struct Json<'a> {
     passed: bool,
     kernels: &'a [Line],
     /// The matrix kernels, one entry per configuration.
-    ladder: &'a [Rung],
+    ladder: &'a [MatrixOutcome],
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
@@ -128,15 +128,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let place = backends.iter().position(|backend| backend.name() == line.backend);
         (place, line.kernel.clone())
     });
-    let rungs = match machine.gpu() {
+    let outcomes = match machine.gpu() {
         Some(gpu)
             if wanted != Some("cpu") && !arguments.thorough && arguments.problem.is_empty() =>
         {
-            check_ladder(gpu, arguments)?
+            check_matrix_kernels(gpu, arguments)?
         }
         _ => Vec::new(),
     };
-    if lines.is_empty() && rungs.is_empty() {
+    if lines.is_empty() && outcomes.is_empty() {
         let absent = machine.missing().iter().find(|missing| Some(missing.backend) == wanted);
         return Err(match (absent, &arguments.kernel) {
             (Some(missing), _) => {
@@ -150,12 +150,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         }
         .into());
     }
-    let passed =
-        lines.iter().all(|line| line.failures.is_empty()) && rungs.iter().all(|rung| rung.passed);
+    let passed = lines.iter().all(|line| line.failures.is_empty())
+        && outcomes.iter().all(|outcome| outcome.passed);
     if arguments.json {
-        return Answer::json(&Json { passed, kernels: &lines, ladder: &rungs }, passed);
+        return Answer::json(&Json { passed, kernels: &lines, ladder: &outcomes }, passed);
     }
-    let parts = [describe(&machine, &lines), describe_ladder(&rungs)];
+    let parts = [describe(&machine, &lines), describe_matrix_kernels(&outcomes)];
     let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
     Ok(Answer { text, passed })
 }
@@ -398,14 +398,17 @@ fn lines(dtype: DType, checked: impl Iterator<Item = CheckedCase>) -> Vec<Line> 
 }
 
 /// Every matrix kernel that the GPU can run.
-fn check_ladder(gpu: &Gpu, arguments: &Arguments) -> Result<Vec<Rung>, Box<dyn Error>> {
-    let mut configurations = ladder::configurations(gpu);
+fn check_matrix_kernels(
+    gpu: &Gpu,
+    arguments: &Arguments,
+) -> Result<Vec<MatrixOutcome>, Box<dyn Error>> {
+    let mut configurations = matrix::configurations(gpu);
     if let Some(kernel) = &arguments.kernel {
         configurations.retain(|configuration| configuration.family() == kernel);
     }
     let bar = Bar::new("checking");
     bar.begin(configurations.len() as u64);
-    Ok(ladder::run(gpu, &configurations, &bar)?)
+    Ok(matrix::run(gpu, &configurations, &bar)?)
 }
 
 impl Line {
@@ -445,29 +448,34 @@ impl Line {
 }
 
 /// One line per matrix kernel, its configurations together; failures one by one.
-fn describe_ladder(rungs: &[Rung]) -> String {
-    if rungs.is_empty() {
+fn describe_matrix_kernels(outcomes: &[MatrixOutcome]) -> String {
+    if outcomes.is_empty() {
         return String::new();
     }
-    let mut families: Vec<&str> = rungs.iter().map(|rung| rung.family).collect();
+    let mut families: Vec<&str> = outcomes.iter().map(|outcome| outcome.family).collect();
     families.dedup();
     let rows: Vec<_> = families
         .into_iter()
         .map(|family| {
-            let of_family: Vec<&Rung> = rungs.iter().filter(|rung| rung.family == family).collect();
+            let of_family: Vec<&MatrixOutcome> =
+                outcomes.iter().filter(|outcome| outcome.family == family).collect();
             let largest =
-                |of: fn(&Rung) -> f64| of_family.iter().map(|r| of(r)).fold(0.0, f64::max);
-            let mean = of_family.iter().map(|rung| rung.mean_error).sum::<f64>();
-            let (style, verdict) = match of_family.iter().filter(|rung| !rung.passed).count() {
+                |of: fn(&MatrixOutcome) -> f64| of_family.iter().map(|r| of(r)).fold(0.0, f64::max);
+            let mean = of_family.iter().map(|outcome| outcome.mean_error).sum::<f64>();
+            let (style, verdict) = match of_family.iter().filter(|outcome| !outcome.passed).count()
+            {
                 0 => (terminal::GOOD, "passed".to_owned()),
                 count => (terminal::BAD, format!("{count} failed")),
             };
             vec![
                 terminal::plain(format!("gpu/{family}")),
                 terminal::plain(of_family.len().to_string()),
-                terminal::plain(format!("{:.2e}", largest(|rung| rung.max_error))),
+                terminal::plain(format!("{:.2e}", largest(|outcome| outcome.max_error))),
                 terminal::plain(format!("{:.2e}", mean / of_family.len() as f64)),
-                terminal::plain(format!("{:.0} %", largest(|rung| rung.tolerance_used) * 100.0)),
+                terminal::plain(format!(
+                    "{:.0} %",
+                    largest(|outcome| outcome.tolerance_used) * 100.0
+                )),
                 (style, verdict),
             ]
         })
@@ -475,11 +483,11 @@ fn describe_ladder(rungs: &[Rung]) -> String {
     let heading =
         ["matrix kernel", "configurations", "max error", "mean error", "of allowed", "verdict"];
     let mut text = terminal::table(&heading, &rows);
-    for rung in rungs.iter().filter(|rung| !rung.passed) {
-        let complaint = rung.complaint.clone();
-        let complaint = complaint.unwrap_or_else(|| format!("max error {:.2e}", rung.max_error));
+    for outcome in outcomes.iter().filter(|outcome| !outcome.passed) {
+        let complaint = outcome.complaint.clone();
+        let complaint = complaint.unwrap_or_else(|| format!("max error {:.2e}", outcome.max_error));
         let failed = terminal::paint(terminal::BAD, "failed");
-        text += &format!("{failed} {}: {complaint}\n", rung.name);
+        text += &format!("{failed} {}: {complaint}\n", outcome.name);
     }
     text
 }

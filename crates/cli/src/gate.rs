@@ -18,8 +18,8 @@ use harness::subject::{GpuSubject, Source, Subject, Tensors};
 use kernels::{Configuration, shipped};
 use ptx::Target;
 use serde::Serialize;
-use testing::check::ladder;
-use testing::scene::MOST_SEEDS;
+use testing::check::matrix;
+use testing::scene::MAX_SEEDS;
 
 use crate::inspect::choose;
 use crate::{Answer, terminal};
@@ -51,7 +51,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 7, value_parser = value_parser!(u32).range(1..=MOST_ROUNDS))]
     rounds: u32,
     /// Seeds of every hostile policy of the simulator
-    #[arg(long, default_value_t = 3, value_parser = value_parser!(u64).range(1..=MOST_SEEDS))]
+    #[arg(long, default_value_t = 3, value_parser = value_parser!(u64).range(1..=MAX_SEEDS))]
     seeds: u64,
     /// Makes the inputs new; a run without it takes the time
     #[arg(long)]
@@ -265,14 +265,14 @@ fn correct(gpu: &Gpu, kernel: &KernelUnderTest, salt: u64) -> Outcome {
 
 /// A matrix kernel, by the checks that it has.
 fn check_matrix_kernel(gpu: &Gpu, own: &OwnKernel) -> Outcome {
-    match ladder::run(gpu, &[own.kernel], &Silent) {
-        Ok(rungs) if rungs.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
-        Ok(rungs) if rungs.iter().all(|rung| rung.passed) => {
-            let used = rungs.iter().map(|rung| rung.tolerance_used).fold(0.0, f64::max);
+    match matrix::run(gpu, &[own.kernel], &Silent) {
+        Ok(outcomes) if outcomes.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
+        Ok(outcomes) if outcomes.iter().all(|outcome| outcome.passed) => {
+            let used = outcomes.iter().map(|outcome| outcome.tolerance_used).fold(0.0, f64::max);
             Outcome::Accept { found: format!("{:.0} % of the tolerance used", 100.0 * used) }
         }
-        Ok(rungs) => {
-            let complaint = rungs.into_iter().find_map(|rung| rung.complaint);
+        Ok(outcomes) => {
+            let complaint = outcomes.into_iter().find_map(|outcome| outcome.complaint);
             let reason = complaint.unwrap_or_else(|| "an element is wrong".to_owned());
             Outcome::Reject { rule: gate::Rule::Wrong, reason }
         }

@@ -10,7 +10,7 @@ use flashcore::Progress;
 use kernels::Configuration;
 use ptx::Target;
 use serde::Serialize;
-use testing::mutant::{Kind, Listed, Score, Survey, subjects, survey};
+use testing::mutant::{Kind, KnownEquivalents, Score, Survey, subjects, survey};
 
 use crate::inspect::choose;
 use crate::progress::Bar;
@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let begin = |count: usize| bar.begin(count as u64);
         let done = || bar.advance(1);
         let chosen = (|kind| arguments.count(kind), arguments.seed);
-        let found = survey(kernel, chosen, &arguments.at, Listed::Tried, begin, done);
+        let found = survey(kernel, chosen, &arguments.at, KnownEquivalents::Run, begin, done);
         surveys.push(found.map_err(|error| format!("{}: {error}", kernel.name()))?);
     }
     drop(bar);

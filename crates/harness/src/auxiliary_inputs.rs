@@ -8,7 +8,7 @@ use flashcore::{
     Descales, InputTensors, Inputs, Lists, Problem, Shape, Storage, Tensor, random_descales,
 };
 use kernels::parameter::List;
-use testing::scene::{Place, Ragged};
+use testing::scene::{PlacementKind, Ragged};
 
 use crate::Error;
 use crate::statistics::Random;
@@ -116,10 +116,10 @@ impl AuxiliaryInputs {
     pub fn ragged(&self, problem: &Problem) -> Option<Ragged> {
         let (queries, keys) = (self.queries.as_ref()?, self.keys.as_ref()?);
         let place = |storage: Storage| match storage {
-            Storage::Padded => Place::Padded,
-            Storage::Entries(_) => Place::Entries,
-            Storage::Packed(_) => Place::Packed,
-            Storage::Paged { size, .. } => Place::Paged(size),
+            Storage::Padded => PlacementKind::Padded,
+            Storage::Entries(_) => PlacementKind::Entries,
+            Storage::Packed(_) => PlacementKind::Packed,
+            Storage::Paged { size, .. } => PlacementKind::Paged(size),
         };
         let lengths = |of: &Placement| (0..of.sequences()).map(|it| of.length(it)).collect();
         Some(Ragged {

@@ -5,7 +5,7 @@
 //! result is known and checked.
 
 use ptx::{
-    Accumulate, Accumulator, Barriers, Builder, CopyHint, Element, Expression, GlobalAddress,
+    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, GlobalAddress, Mbarriers,
     Program, Reg, Scope, SharedTiles, Swizzle, Target, TileLayout, U32,
 };
 
@@ -87,7 +87,7 @@ impl Ceiling {
 
         let a = SharedTiles::new(k, "a", self.a_layout(), 1).at(k, 0);
         let b = SharedTiles::new(k, "b", self.b_layout(), 1).at(k, 0);
-        let loaded = Barriers::new(k, "loaded", 1, 1);
+        let loaded = Mbarriers::new(k, "loaded", 1, 1);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| loaded.init(k));
         k.barriers_ready();

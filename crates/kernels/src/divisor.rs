@@ -51,9 +51,9 @@ impl DivisorRegisters {
 
     /// Returns `first` where `which` holds, else `second`.
     pub(crate) fn chosen(k: &mut Builder, which: Reg<Pred>, first: &Self, second: &Self) -> Self {
-        use ptx::Choose;
+        use ptx::Select;
         let mut choose =
-            |of: fn(&Self) -> Reg<U32>| k.eval(which.choose::<U32>(of(first), of(second)));
+            |of: fn(&Self) -> Reg<U32>| k.eval(which.select::<U32>(of(first), of(second)));
         DivisorRegisters {
             number: choose(|it| it.number),
             multiplier: choose(|it| it.multiplier),
@@ -63,10 +63,10 @@ impl DivisorRegisters {
 
     /// Returns the quotient and the remainder of a dividend below 2^31.
     pub(crate) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
-        use ptx::{Choose, Expression};
+        use ptx::{Expression, Select};
         let high = k.multiply_high(dividend, self.multiplier);
         let one = self.number.equals(1);
-        let quotient = k.eval(one.choose::<U32>(dividend, high >> Value::from(self.shift)));
+        let quotient = k.eval(one.select::<U32>(dividend, high >> Value::from(self.shift)));
         let remainder = k.eval(dividend - quotient * self.number);
         (quotient, remainder)
     }

@@ -67,7 +67,7 @@ pub use shipped::{Configuration, shipped, with_functions};
 pub use single::Single;
 pub use widen::Widen;
 
-use ptx::{Builder, Invalid, Target};
+use ptx::{Builder, Target, ValidationError};
 
 /// Why no program could be built for a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -83,7 +83,7 @@ pub enum Error {
     },
     /// The kernel emitted an invalid program, which is a bug in the kernel.
     #[error(transparent)]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] ValidationError),
 }
 
 impl Error {

@@ -430,7 +430,7 @@ impl Parameter {
 
 /// Declares a parameter and reads it into a register of its type.
 #[track_caller]
-fn declare<T: ptx::Scalar + ptx::Passed>(k: &mut Builder, parameter: Parameter) -> Reg<T> {
+fn declare<T: ptx::Scalar + ptx::ParameterType>(k: &mut Builder, parameter: Parameter) -> Reg<T> {
     k.parameter(&parameter.to_string())
 }
 

@@ -103,7 +103,7 @@ impl Scalar {
         let row_blocks = k.eval((query_length + (ROWS_PER_BLOCK - 1)) / ROWS_PER_BLOCK);
         let work = k.eval(row_blocks * heads * batches);
         let first = k.block_index();
-        let stride = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+        let stride = k.special(ptx::SpecialRegister::GridExtent(ptx::Axis::X));
         k.for_range(first, work, stride, |k, item| {
             let row = k.eval(item % row_blocks * ROWS_PER_BLOCK + warp);
             let head = k.eval(item / row_blocks % heads);

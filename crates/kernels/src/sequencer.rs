@@ -14,7 +14,7 @@
 //! the schedule, and warps write the records. The order within a bin is not defined.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Program, Reg, S32, Scope, SharedAddress, Target,
+    Builder, Expression, GlobalAddress, Program, Reg, S32, Scope, Select, SharedAddress, Target,
     U32, U64, Value,
 };
 
@@ -257,7 +257,7 @@ impl RaggedBatch {
         let skipped = clamp(k, skipped, keys);
         // With packed queries, outputs and log-sum-exps begin at the same rows as the queries.
         let packed = k.eval(self.lse_entry_rows.equals(0));
-        let of_entry = |entry_rows: Reg<U32>| packed.choose::<U32>(query_start, index * entry_rows);
+        let of_entry = |entry_rows: Reg<U32>| packed.select::<U32>(query_start, index * entry_rows);
         Sequence {
             query_start,
             queries,
@@ -344,7 +344,7 @@ fn write(k: &mut Builder, which: Tiles) {
         let total = k.shuffle_index(through_warps, 31);
         let earlier = k.eval((warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
-        let earlier = k.eval(warp.equals(0).choose::<U32>(0, earlier));
+        let earlier = k.eval(warp.equals(0).select::<U32>(0, earlier));
         bins.set(k, thread, before + earlier + through - mine);
         k.block_sync();
 

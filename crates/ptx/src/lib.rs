@@ -30,7 +30,7 @@
 //! use flashcore_ptx::*;
 //!
 //! /// d = a * b^T for two 64 x 64 tiles of bf16, brought in by TMA.
-//! fn multiply() -> Result<Program, Invalid> {
+//! fn multiply() -> Result<Program, ValidationError> {
 //!     let mut k = Builder::new("multiply", Target::SM_90A, 128);
 //!     let layout = TileLayout::widest(Element::BF16, 64, 64);
 //!     let a_map = k.tensor_map("a", layout.tensor_box(2));
@@ -39,7 +39,7 @@
 //!
 //!     let a = SharedTiles::new(&mut k, "a", layout, 1).at(&mut k, 0);
 //!     let b = SharedTiles::new(&mut k, "b", layout, 1).at(&mut k, 0);
-//!     let loaded = Barriers::new(&mut k, "loaded", 1, 1);
+//!     let loaded = Mbarriers::new(&mut k, "loaded", 1, 1);
 //!     let thread = k.thread_index();
 //!     k.if_(thread.equals(0), |k| loaded.init(k));
 //!     k.barriers_ready();
@@ -60,7 +60,7 @@
 //!
 //! let text = print(&multiply()?);
 //! assert!(text.contains("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"));
-//! # Ok::<(), Invalid>(())
+//! # Ok::<(), ValidationError>(())
 //! ```
 //!
 //! # Finding things
@@ -107,5 +107,5 @@ pub use register::*;
 pub use target::*;
 pub use tile::*;
 pub use types::*;
-pub use valid::{Fault, Invalid, validate};
+pub use valid::{Fault, ValidationError, validate};
 pub use value::*;

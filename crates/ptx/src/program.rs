@@ -6,7 +6,7 @@ use std::panic::Location;
 use crate::{Instruction, Register, Target, TensorBox, Type, Version};
 
 /// The place in the kernel's Rust source where a statement was written.
-pub type Place = &'static Location<'static>;
+pub type SourceLocation = &'static Location<'static>;
 
 /// The number of 32-bit registers of a multiprocessor, the same on every supported architecture.
 pub const MULTIPROCESSOR_REGISTERS: u32 = 65536;
@@ -152,7 +152,7 @@ pub struct Statement {
     /// The instruction or control-flow construct.
     pub kind: StatementKind,
     /// The line of the kernel's Rust source that wrote the statement.
-    pub place: Place,
+    pub place: SourceLocation,
 }
 
 /// Structured control flow over instructions.

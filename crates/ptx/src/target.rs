@@ -53,10 +53,13 @@ impl Target {
     }
 
     /// Returns the largest amount of shared memory that a block can have, in bytes.
+    ///
+    /// The numbers are those of the CUDA programming guide's table of compute capabilities. 101 and
+    /// 110 are the old and the new name of one architecture (Thor).
     pub const fn shared_memory_limit(self) -> u32 {
         match self.architecture {
             80 | 87 => 163 * 1024,
-            90 | 100 | 101 | 103 => 227 * 1024,
+            90 | 100 | 101 | 103 | 110 => 227 * 1024,
             75 => 64 * 1024,
             _ => 99 * 1024,
         }
@@ -69,8 +72,10 @@ impl Target {
             76..=80 => Version { major: 7, minor: 0 },
             81..=86 => Version { major: 7, minor: 1 },
             87 => Version { major: 7, minor: 4 },
-            88..=90 if self.specific => Version { major: 8, minor: 0 },
-            88..=90 => Version { major: 7, minor: 8 },
+            // Younger than its number: the PTX ISA lists it with Thor's, CUDA 13.0.
+            88 => Version { major: 9, minor: 0 },
+            89..=90 if self.specific => Version { major: 8, minor: 0 },
+            89..=90 => Version { major: 7, minor: 8 },
             91..=101 => Version { major: 8, minor: 6 },
             120 => Version { major: 8, minor: 7 },
             102..=103 | 121 => Version { major: 8, minor: 8 },
@@ -253,5 +258,36 @@ impl Capability {
 impl fmt::Display for Capability {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The PTX ISA's release notes and the CUDA programming guide, row by row.
+    #[test]
+    fn targets_have_their_version_and_shared_memory() {
+        let expected = [
+            (75, "6.3", 64),
+            (80, "7.0", 163),
+            (86, "7.1", 99),
+            (87, "7.4", 163),
+            (88, "9.0", 99),
+            (89, "7.8", 99),
+            (90, "7.8", 227),
+            (100, "8.6", 227),
+            (101, "8.6", 227),
+            (103, "8.8", 227),
+            (110, "9.0", 227),
+            (120, "8.7", 99),
+            (121, "8.8", 99),
+        ];
+        for (architecture, version, kibibytes) in expected {
+            let target = Target::portable(architecture);
+            assert_eq!(target.version().to_string(), version, "{target}");
+            assert_eq!(target.shared_memory_limit(), kibibytes * 1024, "{target}");
+        }
+        assert_eq!(Target::SM_90A.version().to_string(), "8.0");
     }
 }

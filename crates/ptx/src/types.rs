@@ -214,16 +214,16 @@ impl PackedHalf for BF16x2 {
 }
 
 /// Two 8-bit elements side by side in one 16-bit register.
-pub trait PackedSmall: Scalar {
+pub trait PackedFp8: Scalar {
     /// The element each half holds.
     const ELEMENT: Element;
 }
 
-impl PackedSmall for E4M3x2 {
+impl PackedFp8 for E4M3x2 {
     const ELEMENT: Element = Element::E4M3;
 }
 
-impl PackedSmall for E5M2x2 {
+impl PackedFp8 for E5M2x2 {
     const ELEMENT: Element = Element::E5M2;
 }
 

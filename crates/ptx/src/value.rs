@@ -39,7 +39,7 @@ pub(crate) enum Node {
     Convert(Type, Type, Box<Node>),
     /// An invalid expression with the reason, which the builder reports as a misuse where the value
     /// is used.
-    Wrong(String),
+    Misuse(String),
 }
 
 impl<T> Clone for Value<T> {
@@ -63,7 +63,7 @@ impl<T> Value<T> {
     fn over(depth: u32, node: Node) -> Self {
         if depth == DEEPEST {
             let text = format!("more than {DEEPEST} operators inside one another: eval some");
-            return Value::new(Node::Wrong(text));
+            return Value::new(Node::Misuse(text));
         }
         Value { node, depth: depth + 1, marker: PhantomData }
     }
@@ -89,7 +89,7 @@ macro_rules! constants {
                     Ok(bits) => Node::Operand(Operand::Immediate(bits as u64)),
                     Err(_) => {
                         let marker = stringify!($marker);
-                        Node::Wrong(format!("the constant {constant} does not fit {marker}"))
+                        Node::Misuse(format!("the constant {constant} does not fit {marker}"))
                     }
                 })
             }
@@ -308,9 +308,9 @@ impl<T: Scalar> Expression<T> for Reg<T> {}
 impl<T: Scalar> Expression<T> for Value<T> {}
 
 /// Selection between two values by a predicate.
-pub trait Choose: Into<Value<Pred>> + Sized {
+pub trait Select: Into<Value<Pred>> + Sized {
     /// Selects `a` where the predicate is true and `b` elsewhere.
-    fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
+    fn select<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
         let (condition, a, b) = (self.into(), a.into(), b.into());
         let depth = condition.depth.max(a.depth).max(b.depth);
         let [condition, a, b] = [condition.node, a.node, b.node].map(Box::new);
@@ -318,8 +318,8 @@ pub trait Choose: Into<Value<Pred>> + Sized {
     }
 }
 
-impl Choose for Reg<Pred> {}
-impl Choose for Value<Pred> {}
+impl Select for Reg<Pred> {}
+impl Select for Value<Pred> {}
 
 fn compare<T: Scalar>(
     comparison: Comparison,

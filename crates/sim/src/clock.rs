@@ -81,12 +81,12 @@ impl Entry {
 /// What an observer knows of each component of its cluster, and of the components of other
 /// clusters.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Clock {
+pub(crate) struct VectorClock {
     entries: Vec<Entry>,
     foreign: BTreeMap<(u32, u32), Entry>,
 }
 
-impl Clock {
+impl VectorClock {
     pub(crate) fn get(&self, component: u32) -> Entry {
         self.entries.get(component as usize).copied().unwrap_or_default()
     }
@@ -99,7 +99,7 @@ impl Clock {
         self.entries[component].join(entry);
     }
 
-    pub(crate) fn join(&mut self, other: &Clock) {
+    pub(crate) fn join(&mut self, other: &VectorClock) {
         if self.entries.len() < other.entries.len() {
             self.entries.resize(other.entries.len(), Entry::default());
         }
@@ -111,7 +111,7 @@ impl Clock {
         }
     }
 
-    fn meet(&mut self, other: &Clock) {
+    fn meet(&mut self, other: &VectorClock) {
         self.entries.truncate(other.entries.len());
         for (mine, theirs) in self.entries.iter_mut().zip(&other.entries) {
             mine.meet(*theirs);
@@ -126,7 +126,7 @@ impl Clock {
     }
 
     /// Joins the knowledge of a thread of another cluster.
-    fn join_foreign(&mut self, home: u32, cluster: u32, other: &Clock) {
+    fn join_foreign(&mut self, home: u32, cluster: u32, other: &VectorClock) {
         for (component, entry) in other.entries.iter().enumerate() {
             if *entry != Entry::default() {
                 self.foreign.entry((cluster, component as u32)).or_default().join(*entry);
@@ -158,31 +158,31 @@ impl Clock {
 
 /// The accesses known to an observer, and those of them that a proxy fence has covered.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Knowledge {
+pub(crate) struct ClockSet {
     /// The accesses that happened before.
-    pub(crate) known: Clock,
+    pub(crate) known: VectorClock,
     /// The known accesses to shared memory that the async proxy (the copy engine and the tensor
     /// cores) may rely on.
-    pub(crate) flushed_shared: Clock,
+    pub(crate) flushed_shared: VectorClock,
     /// The known accesses to global memory that the async proxy may rely on.
-    pub(crate) flushed_global: Clock,
+    pub(crate) flushed_global: VectorClock,
 }
 
-impl Knowledge {
-    pub(crate) fn join(&mut self, other: &Knowledge) {
+impl ClockSet {
+    pub(crate) fn join(&mut self, other: &ClockSet) {
         self.known.join(&other.known);
         self.flushed_shared.join(&other.flushed_shared);
         self.flushed_global.join(&other.flushed_global);
     }
 
     /// Reduces the knowledge to what another has as well.
-    pub(crate) fn meet(&mut self, other: &Knowledge) {
+    pub(crate) fn meet(&mut self, other: &ClockSet) {
         self.known.meet(&other.known);
         self.flushed_shared.meet(&other.flushed_shared);
         self.flushed_global.meet(&other.flushed_global);
     }
 
-    pub(crate) fn join_foreign(&mut self, home: u32, cluster: u32, other: &Knowledge) {
+    pub(crate) fn join_foreign(&mut self, home: u32, cluster: u32, other: &ClockSet) {
         self.known.join_foreign(home, cluster, &other.known);
         self.flushed_shared.join_foreign(home, cluster, &other.flushed_shared);
         self.flushed_global.join_foreign(home, cluster, &other.flushed_global);
@@ -205,9 +205,9 @@ pub(crate) struct WarpClock {
     /// The current clock of the warp.
     pub(crate) now: u32,
     /// The knowledge of every lane.
-    pub(crate) all: Knowledge,
+    pub(crate) all: ClockSet,
     /// The knowledge of `lanes`, which includes that of all lanes.
-    some: Knowledge,
+    some: ClockSet,
     lanes: u32,
     /// The clock up to which each lane has waited for its own `cp.async`s.
     copies: [u32; 32],
@@ -219,7 +219,7 @@ impl WarpClock {
     }
 
     /// Returns the knowledge of these lanes.
-    pub(crate) fn view(&self, lanes: u32) -> &Knowledge {
+    pub(crate) fn view(&self, lanes: u32) -> &ClockSet {
         if lanes & !self.lanes == 0 { &self.some } else { &self.all }
     }
 
@@ -229,7 +229,7 @@ impl WarpClock {
 
     /// Returns what these lanes release: their knowledge and their own accesses so far. Later
     /// accesses are not included.
-    pub(crate) fn release(&mut self, lanes: u32) -> Knowledge {
+    pub(crate) fn release(&mut self, lanes: u32) -> ClockSet {
         let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
         let mut released = view.clone();
         released.known.raise(self.component, self.own(lanes));
@@ -239,7 +239,7 @@ impl WarpClock {
     }
 
     /// Returns what each of these lanes knows as it issues a copy of its own.
-    pub(crate) fn issue(&mut self, lanes: u32) -> Knowledge {
+    pub(crate) fn issue(&mut self, lanes: u32) -> ClockSet {
         let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
         let mut known = view.clone();
         let synced = self.all.known.get(self.component).all;
@@ -262,7 +262,7 @@ impl WarpClock {
     }
 
     /// Adds to the knowledge of these lanes.
-    pub(crate) fn acquire(&mut self, lanes: u32, learn: impl Fn(&mut Knowledge)) {
+    pub(crate) fn acquire(&mut self, lanes: u32, learn: impl Fn(&mut ClockSet)) {
         if lanes == FULL {
             learn(&mut self.all);
             if self.lanes != 0 {
@@ -312,7 +312,7 @@ impl WarpClock {
 }
 
 /// Adds the copies that each of these lanes has waited for.
-fn raise_copies(knowledge: &mut Knowledge, component: u32, copies: &[u32; 32], lanes: u32) {
+fn raise_copies(knowledge: &mut ClockSet, component: u32, copies: &[u32; 32], lanes: u32) {
     let of = |lane: &u32| lanes >> lane & 1 == 1;
     let waited = || (0..32).filter(of).map(|lane| copies[lane as usize]);
     let (least, most) = (waited().min().unwrap_or(0), waited().max().unwrap_or(0));

@@ -13,8 +13,8 @@ use crate::clock::Entry;
 use crate::float;
 use crate::hazard::HazardKind;
 use crate::machine::{
-    Executor, LaneCopy, LoadSource, Operation, OperationKind, SHARED_BASE, Step, StoreTarget,
-    Visit, store_write_component, stream_entry,
+    Executed, Executor, LaneCopy, LoadSource, Operation, OperationKind, RemoteAccess, SHARED_BASE,
+    StoreTarget, store_write_component, stream_entry,
 };
 use crate::shadow::{Event, Observer, Proxy, Source};
 use crate::step::Target;
@@ -27,9 +27,9 @@ pub(crate) fn swizzled(address: u32, swizzle: Swizzle) -> u32 {
 
 impl<'a> Executor<'_, 'a> {
     /// Executes an operation, or the first half of a store, and removes it when it is over.
-    pub(crate) fn complete(&mut self, id: u64) -> Step<()> {
+    pub(crate) fn complete(&mut self, id: u64) -> Executed<()> {
         let mut operation = self.cluster.operations.remove(&id).expect("scheduled from the map");
-        self.world.progress += 1;
+        self.grid_state.progress += 1;
         let over = self.perform(&mut operation)?;
         if over {
             self.trace_copy(&operation);
@@ -46,7 +46,7 @@ impl<'a> Executor<'_, 'a> {
             OperationKind::Load { bytes, .. } => format!("load {bytes} bytes"),
             OperationKind::Store { bytes, .. } => format!("store {bytes} bytes"),
         };
-        if let Some(trace) = &mut self.world.trace {
+        if let Some(trace) = &mut self.grid_state.trace {
             let block = self.cluster.blocks[operation.block].index;
             let (start, end) = (operation.issued_at, operation.ready_at);
             trace.push(Span { block, track: Track::Copies, name, start, end, runs: false });
@@ -61,7 +61,7 @@ impl<'a> Executor<'_, 'a> {
         source: Source,
         what: &'static str,
     ) -> u32 {
-        if !self.world.checked {
+        if !self.grid_state.checked {
             return 0;
         }
         let event = Event {
@@ -70,18 +70,18 @@ impl<'a> Executor<'_, 'a> {
             clock: operation.clock,
             proxy,
             source,
-            place: self.world.code.places[operation.step],
+            place: self.grid_state.code.places[operation.step],
             actor: self.operation_actor(operation),
             what,
             since: operation.since,
         };
-        self.world.shadow.event(event)
+        self.grid_state.shadow.event(event)
     }
 
-    fn perform(&mut self, operation: &mut Operation) -> Step<bool> {
+    fn perform(&mut self, operation: &mut Operation) -> Executed<bool> {
         match &operation.kind {
             OperationKind::CopyAsync(lanes) => {
-                if self.world.checked {
+                if self.grid_state.checked {
                     self.mark(operation.block, &operation.kind, -1);
                 }
                 let component = operation.component;
@@ -120,7 +120,7 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    fn copy_lane(&mut self, operation: &Operation, copy: LaneCopy, event: u32) -> Step<()> {
+    fn copy_lane(&mut self, operation: &Operation, copy: LaneCopy, event: u32) -> Executed<()> {
         let mut bytes = [0u8; 16];
         let valid = copy.source_bytes as usize;
         let observer = Observer {
@@ -130,30 +130,31 @@ impl<'a> Executor<'_, 'a> {
         };
         let source = self.global_row(operation, observer, copy.src, valid as u64, false)?;
         if let Some((buffer, offset)) = source {
-            bytes[..valid]
-                .copy_from_slice(&self.world.memory.buffer(buffer).bytes[offset..offset + valid]);
-            self.world.counts.add(Measure::CopyBytesRead, valid as u64);
+            bytes[..valid].copy_from_slice(
+                &self.grid_state.memory.buffer(buffer).bytes[offset..offset + valid],
+            );
+            self.grid_state.counts.add(Measure::CopyBytesRead, valid as u64);
         }
         let offset = (copy.dst - SHARED_BASE) as usize;
-        if self.world.checked {
+        if self.grid_state.checked {
             let target = Target::Shared { block: operation.block, offset };
             self.check_access(observer, target, copy.bytes, true, u64::MAX)?;
         }
-        self.world.counts.add(Measure::CopyBytesDelivered, copy.bytes as u64);
+        self.grid_state.counts.add(Measure::CopyBytesDelivered, copy.bytes as u64);
         let shared = &mut self.cluster.blocks[operation.block].shared;
         shared[offset..offset + copy.bytes as usize].copy_from_slice(&bytes[..copy.bytes as usize]);
         Ok(())
     }
 
     /// Makes one arrival of an operation at an mbarrier, which releases the copies of these lanes.
-    fn arrive_of_copy(&mut self, operation: &Operation, address: u32, lanes: u32) -> Step<()> {
+    fn arrive_of_copy(&mut self, operation: &Operation, address: u32, lanes: u32) -> Executed<()> {
         let block = operation.block;
         let Some(barrier) = self.cluster.blocks[block].mbarriers.get_mut(&address) else {
             let name = self.shared_name(address);
             let text = format!("{name} is no memory barrier any more");
             return Err(self.operation_hazard(operation, HazardKind::MbarrierUninitialised, text));
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             barrier.gather.join(&operation.start);
             let copied = Entry::of(lanes, operation.clock, 0);
             barrier.gather.known.raise(operation.component, copied);
@@ -164,7 +165,7 @@ impl<'a> Executor<'_, 'a> {
             return Err(self.operation_hazard(operation, HazardKind::MbarrierOverArrived, text));
         }
         barrier.pending -= 1;
-        if let Some(place) = self.world.code.places[operation.step] {
+        if let Some(place) = self.grid_state.code.places[operation.step] {
             barrier.arrivers.retain(|(w, _)| *w != operation.warp);
             barrier.arrivers.push((operation.warp, place));
         }
@@ -173,11 +174,11 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- loads --------------------------------------------------------------------
 
-    fn perform_load(&mut self, operation: &Operation) -> Step<()> {
+    fn perform_load(&mut self, operation: &Operation) -> Executed<()> {
         let OperationKind::Load { to, dst, source, bytes, barrier } = operation.kind else {
             unreachable!("called for loads");
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             self.mark(operation.block, &operation.kind, -1);
         }
         if self.cluster.blocks[to].live_warps == 0 {
@@ -197,12 +198,12 @@ impl<'a> Executor<'_, 'a> {
                 let row = self.global_row(operation, observer, address, bytes as u64, false)?;
                 let data = match row {
                     Some((buffer, offset)) => {
-                        let memory = self.world.memory.buffer(buffer);
+                        let memory = self.grid_state.memory.buffer(buffer);
                         memory.bytes[offset..offset + bytes as usize].to_vec()
                     }
                     None => Vec::new(),
                 };
-                self.world.counts.add(Measure::CopyBytesRead, bytes as u64);
+                self.grid_state.counts.add(Measure::CopyBytesRead, bytes as u64);
                 self.deliver(operation, to, dst, &data, Swizzle::None, event)?;
                 None
             }
@@ -219,11 +220,11 @@ impl<'a> Executor<'_, 'a> {
                             self.global_row(operation, observer, part.address, length, false)?;
                         let length = length as usize;
                         if let Some((buffer, offset)) = row {
-                            let memory = self.world.memory.buffer(buffer);
+                            let memory = self.grid_state.memory.buffer(buffer);
                             data[part.start..part.end]
                                 .copy_from_slice(&memory.bytes[offset..offset + length]);
                         }
-                        self.world.counts.add(Measure::CopyBytesRead, length as u64);
+                        self.grid_state.counts.add(Measure::CopyBytesRead, length as u64);
                     }
                     let linear = dst + (index * rows.bytes) as u32;
                     self.deliver(operation, to, linear, &data, swizzle, event)?;
@@ -231,7 +232,7 @@ impl<'a> Executor<'_, 'a> {
                 Some(swizzle)
             }
         };
-        if self.world.checked
+        if self.grid_state.checked
             && let Some(swizzle) = swizzle
         {
             for offset in (0..bytes as usize).step_by(2) {
@@ -239,16 +240,15 @@ impl<'a> Executor<'_, 'a> {
                 self.cluster.blocks[to].cells.at(at).set_swizzle(swizzle);
             }
         }
-        if self.world.checked && to != operation.block {
-            let visit = Visit {
+        if self.grid_state.checked && to != operation.block {
+            let access = RemoteAccess {
                 clock: operation.clock,
-                lanes: 0,
-                place: self.world.code.places[operation.step],
+                place: self.grid_state.code.places[operation.step],
                 actor: self.operation_actor(operation),
             };
-            self.cluster.blocks[to].visitors.insert(operation.component, visit);
+            self.cluster.blocks[to].remote_accesses.insert((operation.component, 0), access);
         }
-        self.world.counts.add(Measure::CopyBytesDelivered, bytes as u64);
+        self.grid_state.counts.add(Measure::CopyBytesDelivered, bytes as u64);
         self.report_bytes(operation, to, barrier, bytes)
     }
 
@@ -260,14 +260,14 @@ impl<'a> Executor<'_, 'a> {
         address: u64,
         bytes: u64,
         write: bool,
-    ) -> Step<Option<(usize, usize)>> {
+    ) -> Executed<Option<(usize, usize)>> {
         if bytes == 0 {
             return Ok(None);
         }
-        let located = self.world.memory.locate(address, bytes);
+        let located = self.grid_state.memory.locate(address, bytes);
         let (buffer, offset) = located
             .map_err(|text| self.operation_hazard(operation, HazardKind::OutOfBounds, text))?;
-        if self.world.checked {
+        if self.grid_state.checked {
             let target = Target::Global { buffer, offset };
             self.check_access(observer, target, bytes as u32, write, u64::MAX)?;
         }
@@ -283,11 +283,11 @@ impl<'a> Executor<'_, 'a> {
         data: &[u8],
         swizzle: Swizzle,
         event: u32,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         for (index, chunk) in data.chunks(16).enumerate() {
             let address = swizzled(dst + 16 * index as u32, swizzle);
             let offset = self.swizzled_offset(operation, address)?;
-            if self.world.checked {
+            if self.grid_state.checked {
                 let target = Target::Shared { block: to, offset };
                 let observer = Observer::operation(&operation.start, event);
                 self.check_access(observer, target, chunk.len() as u32, true, u64::MAX)?;
@@ -300,8 +300,8 @@ impl<'a> Executor<'_, 'a> {
 
     /// Returns the offset of a chunk in shared memory. The swizzle may lead out of a box that does
     /// not fill its pattern.
-    fn swizzled_offset(&self, operation: &Operation, address: u32) -> Step<usize> {
-        let (offset, length) = (address - SHARED_BASE, self.world.program.shared_bytes());
+    fn swizzled_offset(&self, operation: &Operation, address: u32) -> Executed<usize> {
+        let (offset, length) = (address - SHARED_BASE, self.grid_state.program.shared_bytes());
         if offset + 16 > length {
             let text = format!("the swizzle leads to byte {offset} of {length} of shared memory");
             return Err(self.operation_hazard(operation, HazardKind::OutOfBounds, text));
@@ -316,8 +316,8 @@ impl<'a> Executor<'_, 'a> {
         to: usize,
         barrier: u32,
         bytes: u32,
-    ) -> Step<()> {
-        let checked = self.world.checked;
+    ) -> Executed<()> {
+        let checked = self.grid_state.checked;
         let Some(state) = self.cluster.blocks[to].mbarriers.get_mut(&barrier) else {
             let name = self.shared_name(barrier);
             let text = format!("{name} is no memory barrier any more");
@@ -333,11 +333,11 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- stores ---------------------------------------------------------------------
 
-    fn read_source(&mut self, operation: &mut Operation) -> Step<()> {
+    fn read_source(&mut self, operation: &mut Operation) -> Executed<()> {
         let OperationKind::Store { src, bytes, target, .. } = operation.kind else {
             unreachable!("called for stores");
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             self.mark(operation.block, &operation.kind, -1);
         }
         let (component, what) = (operation.component, "a bulk store");
@@ -356,7 +356,7 @@ impl<'a> Executor<'_, 'a> {
                 Some(rows) => rows.used(16 * index),
                 None => 0..chunk.len(),
             };
-            if self.world.checked && !used.is_empty() {
+            if self.grid_state.checked && !used.is_empty() {
                 let target = Target::Shared { block: operation.block, offset: offset + used.start };
                 let observer = Observer::operation(&operation.start, event);
                 self.check_access(observer, target, used.len() as u32, false, operation.issued)?;
@@ -370,7 +370,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    fn write_destination(&mut self, operation: &mut Operation) -> Step<()> {
+    fn write_destination(&mut self, operation: &mut Operation) -> Executed<()> {
         let OperationKind::Store { target, staged, .. } = &mut operation.kind else {
             unreachable!("called for stores");
         };
@@ -389,13 +389,14 @@ impl<'a> Executor<'_, 'a> {
             StoreTarget::Bytes { dst, add } => {
                 let row = self.global_row(operation, observer, dst, data.len() as u64, true)?;
                 if let Some((buffer, offset)) = row {
-                    let old = &self.world.memory.buffer(buffer).bytes[offset..offset + data.len()];
+                    let old =
+                        &self.grid_state.memory.buffer(buffer).bytes[offset..offset + data.len()];
                     let new = match add {
                         Some(element) => add_elements(element, old, &data),
                         None => data.clone(),
                     };
-                    self.world.memory.write(buffer, offset, &new);
-                    self.world.counts.add(Measure::CopyBytesWritten, data.len() as u64);
+                    self.grid_state.memory.write(buffer, offset, &new);
+                    self.grid_state.counts.add(Measure::CopyBytesWritten, data.len() as u64);
                 }
             }
             StoreTarget::Tensor { map, corner, add } => {
@@ -408,14 +409,15 @@ impl<'a> Executor<'_, 'a> {
                     let length = data.len() as u64;
                     let row = self.global_row(operation, observer, part.address, length, true)?;
                     let Some((buffer, offset)) = row else { continue };
-                    let old = &self.world.memory.buffer(buffer).bytes[offset..offset + data.len()];
+                    let old =
+                        &self.grid_state.memory.buffer(buffer).bytes[offset..offset + data.len()];
                     let new = if add {
                         add_elements(BulkElement::Float(element), old, data)
                     } else {
                         data.to_vec()
                     };
-                    self.world.memory.write(buffer, offset, &new);
-                    self.world.counts.add(Measure::CopyBytesWritten, data.len() as u64);
+                    self.grid_state.memory.write(buffer, offset, &new);
+                    self.grid_state.counts.add(Measure::CopyBytesWritten, data.len() as u64);
                 }
             }
         }
@@ -424,7 +426,7 @@ impl<'a> Executor<'_, 'a> {
 
     /// Returns the rows of the box with this corner.
     fn rows(&self, map: usize, corner: [i32; 5]) -> Rows {
-        let map = self.world.maps[map].as_ref().expect("checked at issue");
+        let map = self.grid_state.maps[map].as_ref().expect("checked at issue");
         let tensor_box = &map.tensor_box;
         let width = tensor_box.element.bytes() as usize;
         Rows {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use ptx::Place;
+use ptx::SourceLocation;
 
 /// A number that a run counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -150,7 +150,7 @@ impl BankTraffic {
 pub struct Counts {
     totals: [u64; Measure::ALL.len()],
     /// The bank traffic by step of the lowered program.
-    pub(crate) traffic: BTreeMap<usize, (Option<Place>, BankTraffic)>,
+    pub(crate) traffic: BTreeMap<usize, (Option<SourceLocation>, BankTraffic)>,
 }
 
 impl Counts {
@@ -168,7 +168,13 @@ impl Counts {
         *total = (*total).max(amount);
     }
 
-    pub(crate) fn banks(&mut self, step: usize, place: Option<Place>, wavefronts: u64, ideal: u64) {
+    pub(crate) fn banks(
+        &mut self,
+        step: usize,
+        place: Option<SourceLocation>,
+        wavefronts: u64,
+        ideal: u64,
+    ) {
         let (_, traffic) = self.traffic.entry(step).or_insert((place, BankTraffic::default()));
         traffic.executions += 1;
         traffic.wavefronts += wavefronts;
@@ -178,7 +184,7 @@ impl Counts {
     }
 
     /// Returns the traffic of each instruction that accessed shared memory, in program order.
-    pub fn bank_traffic(&self) -> impl Iterator<Item = (Option<Place>, BankTraffic)> {
+    pub fn bank_traffic(&self) -> impl Iterator<Item = (Option<SourceLocation>, BankTraffic)> {
         self.traffic.values().copied()
     }
 }

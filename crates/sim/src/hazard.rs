@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ptx::Place;
+use ptx::SourceLocation;
 
 use crate::Policy;
 
@@ -154,9 +154,9 @@ pub struct Hazard {
     /// A description of what happened.
     pub message: String,
     /// The place of the statement that detected it.
-    pub place: Option<Place>,
+    pub place: Option<SourceLocation>,
     /// The place of the other statement involved.
-    pub other: Option<Place>,
+    pub other: Option<SourceLocation>,
     /// The thread or warp that was executing.
     pub actor: Option<Actor>,
     /// The policy of the run.

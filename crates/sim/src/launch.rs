@@ -95,14 +95,14 @@ pub enum Mode {
 
 /// The accumulation of 8-bit products in `wgmma`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum EightBitSums {
+pub enum Fp8Accumulation {
     /// As for 16-bit elements: exact products, summed in `f32`.
     #[default]
     Exact,
     /// As on Hopper: the 32 products of an instruction and the accumulator are aligned to the
     /// largest exponent among them; each loses the bits more than 13 below it, and so does their
-    /// sum. The sources are cited at [`narrow_sum`](crate::narrow_sum).
-    Narrow,
+    /// sum. The sources are cited at [`fp8_accumulate`](crate::fp8_accumulate).
+    Truncated,
 }
 
 /// The options of a run.
@@ -123,7 +123,7 @@ pub struct Options {
     /// Whether to record a timeline.
     pub trace: bool,
     /// The accumulation of 8-bit products on the tensor cores.
-    pub eight_bit_sums: EightBitSums,
+    pub fp8_accumulation: Fp8Accumulation,
 }
 
 impl Default for Options {
@@ -136,7 +136,7 @@ impl Default for Options {
             step_limit: 200_000_000,
             budget: Budget::default(),
             trace: false,
-            eight_bit_sums: EightBitSums::Exact,
+            fp8_accumulation: Fp8Accumulation::Exact,
         }
     }
 }

@@ -122,9 +122,9 @@ pub use ptx;
 pub use count::{BankTraffic, Budget, Counts, Measure};
 pub use hazard::{Actor, Hazard, HazardKind};
 pub use launch::{
-    Argument, EightBitSums, Failure, Launch, Mode, Options, Policy, Report, TensorMapArgument,
+    Argument, Failure, Fp8Accumulation, Launch, Mode, Options, Policy, Report, TensorMapArgument,
 };
 pub use memory::{BufferId, Memory};
 pub use run::run;
-pub use tensor::{Descriptor, narrow_sum};
+pub use tensor::{Descriptor, fp8_accumulate};
 pub use trace::{Span, Trace, Track};

@@ -4,7 +4,7 @@
 //! flow becomes a few markers that the warp's stack of frames interprets, and registers get slots
 //! in the register file of their width.
 
-use ptx::{Access, Instruction, Operand, Place, Program, Register, StatementKind, Type};
+use ptx::{Access, Instruction, Operand, Program, Register, SourceLocation, StatementKind, Type};
 
 /// One step of a warp.
 #[derive(Clone, Debug)]
@@ -40,7 +40,7 @@ pub(crate) struct Touches {
 #[derive(Debug)]
 pub(crate) struct Code {
     pub(crate) steps: Vec<Step>,
-    pub(crate) places: Vec<Option<Place>>,
+    pub(crate) places: Vec<Option<SourceLocation>>,
     pub(crate) touches: Vec<Touches>,
     /// The type of each register and its slot in the register file of its width.
     pub(crate) slots: Vec<(Type, u32)>,
@@ -77,7 +77,7 @@ impl Code {
         code
     }
 
-    fn push(&mut self, step: Step, place: Option<Place>) -> usize {
+    fn push(&mut self, step: Step, place: Option<SourceLocation>) -> usize {
         self.steps.push(step);
         self.places.push(place);
         self.touches.push(Touches::default());

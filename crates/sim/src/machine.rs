@@ -1,11 +1,11 @@
-//! The state of a run: the [`World`] that all blocks share, and each resident [`Cluster`] with its
-//! blocks, warps, barriers and asynchronous operations.
+//! The state of a run: the [`GridState`] that all blocks share, and each resident [`Cluster`] with
+//! its blocks, warps, barriers and asynchronous operations.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use ptx::{Place, Program, Scope};
+use ptx::{Program, Scope, SourceLocation};
 
-use crate::clock::{Entry, Knowledge, WarpClock, copies_of};
+use crate::clock::{ClockSet, Entry, WarpClock, copies_of};
 use crate::hazard::{Actor, Hazard, HazardKind};
 use crate::lower::Code;
 use crate::memory::Memory;
@@ -21,10 +21,10 @@ pub(crate) const CLUSTER_WINDOW: u32 = 1 << 24;
 pub(crate) const TENSOR_MAPS: u64 = 1 << 62;
 
 /// The result of everything that executes; its error is a boxed hazard.
-pub(crate) type Step<T> = Result<T, Box<Hazard>>;
+pub(crate) type Executed<T> = Result<T, Box<Hazard>>;
 
 /// The state that all blocks share.
-pub(crate) struct World<'a> {
+pub(crate) struct GridState<'a> {
     pub(crate) program: &'a Program,
     pub(crate) code: &'a Code,
     pub(crate) options: &'a Options,
@@ -56,7 +56,7 @@ pub(crate) struct Release {
     pub(crate) cluster: u32,
     pub(crate) block: u32,
     pub(crate) scope: Scope,
-    pub(crate) knowledge: Knowledge,
+    pub(crate) knowledge: ClockSet,
 }
 
 impl Release {
@@ -71,7 +71,7 @@ impl Release {
     }
 }
 
-impl<'a> World<'a> {
+impl<'a> GridState<'a> {
     pub(crate) fn new(
         launch: &Launch<'a>,
         code: &'a Code,
@@ -84,7 +84,7 @@ impl<'a> World<'a> {
         let global = (0..memory.count())
             .map(|buffer| Cells::new(memory.buffer(buffer).bytes.len(), true))
             .collect();
-        World {
+        GridState {
             program: launch.program,
             code,
             options,
@@ -152,19 +152,19 @@ struct Slot {
 const WARP_COMPONENTS: u32 = 4;
 
 impl<'a> Cluster<'a> {
-    pub(crate) fn new(world: &World<'a>, index: u32) -> Self {
-        let program = world.program;
+    pub(crate) fn new(grid_state: &GridState<'a>, index: u32) -> Self {
+        let program = grid_state.program;
         let blocks = program.cluster.max(1);
         let warps_per_block = program.threads / 32;
         let mut warps = Vec::new();
         for block in 0..blocks {
             for in_block in 0..warps_per_block {
                 let number = warps.len();
-                let mut warp = Warp::new(world.code, number, block as usize, in_block);
+                let mut warp = Warp::new(grid_state.code, number, block as usize, in_block);
                 warp.registers = program.registers_at_entry();
                 let groups_per_block = warps_per_block.div_ceil(4);
                 warp.group = (block * groups_per_block + in_block / 4) as usize;
-                if world.checked {
+                if grid_state.checked {
                     warp.clock = WarpClock::new(number as u32 * WARP_COMPONENTS);
                     let count = program.registers.len();
                     warp.shadow.written = vec![0; count];
@@ -178,7 +178,7 @@ impl<'a> Cluster<'a> {
         let groups = blocks * warps_per_block.div_ceil(4);
         Cluster {
             index,
-            blocks: (0..blocks).map(|rank| Block::new(world, index * blocks + rank)).collect(),
+            blocks: (0..blocks).map(|rank| Block::new(grid_state, index * blocks + rank)).collect(),
             warps,
             groups: (0..groups).map(|_| Warpgroup::default()).collect(),
             operations: BTreeMap::new(),
@@ -203,7 +203,7 @@ impl<'a> Cluster<'a> {
 
     /// Returns a clock component and a clock for a bulk load. A slot is reused once the issuer
     /// knows that its earlier load is over.
-    pub(crate) fn take_slot(&mut self, issuer: &Knowledge) -> (u32, u32) {
+    pub(crate) fn take_slot(&mut self, issuer: &ClockSet) -> (u32, u32) {
         for slot in 0..self.slots.len() {
             let component = self.slot_component(slot);
             if issuer.known.get(component).all >= self.slots[slot].clock {
@@ -246,34 +246,34 @@ pub(crate) struct Block {
     pub(crate) cells: Cells,
     /// For each four bytes of shared memory, the number of copies in flight that will write them,
     /// and below the number of operations in flight that will read them.
-    pub(crate) arriving: Vec<u16>,
-    pub(crate) departing: Vec<u16>,
+    pub(crate) pending_writes: Vec<u16>,
+    pub(crate) pending_reads: Vec<u16>,
     pub(crate) mbarriers: BTreeMap<u32, Mbarrier>,
-    pub(crate) named: Vec<Named>,
+    pub(crate) named_barriers: Vec<NamedBarrier>,
     pub(crate) live_warps: u32,
-    /// The last access of each clock component of another block to this block's shared memory. It
-    /// must happen before this block ends.
-    pub(crate) visitors: BTreeMap<u32, Visit>,
+    /// The last access of each thread, and of each stream of copies, of another block to this
+    /// block's shared memory, by clock component and lanes. It must happen before this block ends.
+    pub(crate) remote_accesses: BTreeMap<(u32, u32), RemoteAccess>,
     /// The number of free registers, which no warp holds.
     pub(crate) register_pool: u32,
 }
 
 impl Block {
-    fn new(world: &World<'_>, index: u32) -> Self {
-        let program = world.program;
+    fn new(grid_state: &GridState<'_>, index: u32) -> Self {
+        let program = grid_state.program;
         let bytes = program.shared_bytes() as usize;
-        let shadow = if world.checked { bytes } else { 0 };
+        let shadow = if grid_state.checked { bytes } else { 0 };
         Block {
             index,
             // Uninitialised shared memory: all ones, which is NaN in every float format.
             shared: vec![0xFF; bytes],
             cells: Cells::new(shadow, false),
-            arriving: vec![0; shadow.div_ceil(4)],
-            departing: vec![0; shadow.div_ceil(4)],
+            pending_writes: vec![0; shadow.div_ceil(4)],
+            pending_reads: vec![0; shadow.div_ceil(4)],
             mbarriers: BTreeMap::new(),
-            named: vec![Named::default(); 16],
+            named_barriers: vec![NamedBarrier::default(); 16],
             live_warps: program.threads / 32,
-            visitors: BTreeMap::new(),
+            remote_accesses: BTreeMap::new(),
             // At entry the threads hold all registers of the block.
             register_pool: 0,
         }
@@ -282,10 +282,9 @@ impl Block {
 
 /// An access to a block's shared memory from another block.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Visit {
+pub(crate) struct RemoteAccess {
     pub(crate) clock: u32,
-    pub(crate) lanes: u32,
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<SourceLocation>,
     pub(crate) actor: Actor,
 }
 
@@ -298,7 +297,7 @@ pub(crate) struct Mbarrier {
     /// The bytes expected in the current phase less those that have arrived.
     pub(crate) transactions: i64,
     pub(crate) phase: u64,
-    pub(crate) initialised_at: Option<Place>,
+    pub(crate) initialised_at: Option<SourceLocation>,
     /// The epoch and the lane of the initialisation.
     pub(crate) component: u32,
     pub(crate) clock: u32,
@@ -307,13 +306,13 @@ pub(crate) struct Mbarrier {
     pub(crate) published: bool,
     /// What the arrivals of the current phase release, and what those of all completed phases
     /// released, which a wait acquires.
-    pub(crate) gather: Knowledge,
-    pub(crate) released: Knowledge,
+    pub(crate) gather: ClockSet,
+    pub(crate) released: ClockSet,
     /// The number of copies in flight that will report to this mbarrier.
     pub(crate) in_flight: u32,
     /// The warps that have arrived, latest last, for messages about deadlocks.
-    pub(crate) arrivers: Vec<(usize, Place)>,
-    pub(crate) expected_at: Option<Place>,
+    pub(crate) arrivers: Vec<(usize, SourceLocation)>,
+    pub(crate) expected_at: Option<SourceLocation>,
     pub(crate) completed_at: u64,
     /// The number of phases that had ended when a thread last waited.
     pub(crate) waited: u64,
@@ -321,13 +320,13 @@ pub(crate) struct Mbarrier {
 
 /// The state of a named barrier.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Named {
+pub(crate) struct NamedBarrier {
     pub(crate) expected: u32,
     pub(crate) arrived: Vec<usize>,
     pub(crate) generation: u64,
-    pub(crate) gather: Knowledge,
-    pub(crate) released: Knowledge,
-    pub(crate) first_at: Option<Place>,
+    pub(crate) gather: ClockSet,
+    pub(crate) released: ClockSet,
+    pub(crate) first_at: Option<SourceLocation>,
     pub(crate) completed_at: u64,
 }
 
@@ -335,8 +334,8 @@ pub(crate) struct Named {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ClusterBarrier {
     pub(crate) generation: u64,
-    pub(crate) gather: Knowledge,
-    pub(crate) released: Knowledge,
+    pub(crate) gather: ClockSet,
+    pub(crate) released: ClockSet,
     pub(crate) completed_at: u64,
 }
 
@@ -364,7 +363,7 @@ pub(crate) struct Product {
     /// later.
     pub(crate) after: u64,
     pub(crate) since: u32,
-    pub(crate) start: Knowledge,
+    pub(crate) start: ClockSet,
     pub(crate) issued_at: u64,
 }
 
@@ -382,7 +381,7 @@ pub(crate) struct Operation {
     pub(crate) lane: u32,
     pub(crate) block: usize,
     /// What the issuer knew at the issue.
-    pub(crate) start: Knowledge,
+    pub(crate) start: ClockSet,
     pub(crate) component: u32,
     pub(crate) clock: u32,
     pub(crate) issued_at: u64,
@@ -427,9 +426,9 @@ pub(crate) enum StoreTarget {
     Tensor { map: usize, corner: [i32; 5], add: bool },
 }
 
-/// The executor: a cluster together with the shared world.
+/// The executor: a cluster together with the state that all clusters share.
 pub(crate) struct Executor<'w, 'a> {
-    pub(crate) world: &'w mut World<'a>,
+    pub(crate) grid_state: &'w mut GridState<'a>,
     pub(crate) cluster: &'w mut Cluster<'a>,
 }
 
@@ -446,8 +445,8 @@ impl<'a> Executor<'_, 'a> {
         kind: HazardKind,
         message: impl Into<String>,
     ) -> Box<Hazard> {
-        let mut hazard = self.world.hazard(kind, message);
-        hazard.place = self.world.code.places[warp.pc];
+        let mut hazard = self.grid_state.hazard(kind, message);
+        hazard.place = self.grid_state.code.places[warp.pc];
         hazard.actor = Some(self.actor(warp, lane));
         hazard
     }
@@ -459,14 +458,14 @@ impl<'a> Executor<'_, 'a> {
         kind: HazardKind,
         message: impl Into<String>,
     ) -> Box<Hazard> {
-        let mut hazard = self.world.hazard(kind, message);
-        hazard.place = self.world.code.places[operation.step];
+        let mut hazard = self.grid_state.hazard(kind, message);
+        hazard.place = self.grid_state.code.places[operation.step];
         hazard.actor = Some(self.operation_actor(operation));
         hazard
     }
 
     pub(crate) fn operation_actor(&self, operation: &Operation) -> Actor {
-        let warps_per_block = self.world.program.threads / 32;
+        let warps_per_block = self.grid_state.program.threads / 32;
         Actor {
             block: self.cluster.blocks[operation.block].index,
             warp: operation.warp as u32 % warps_per_block,
@@ -487,18 +486,18 @@ impl<'a> Executor<'_, 'a> {
             clock: warp.clock.now,
             proxy: Proxy::Generic,
             source,
-            place: self.world.code.places[warp.pc],
+            place: self.grid_state.code.places[warp.pc],
             actor: self.actor(warp, None),
             what,
             since: u32::MAX,
         };
-        self.world.shadow.event(event)
+        self.grid_state.shadow.event(event)
     }
 
     /// Returns a description of a shared address for messages: its region and the byte in it.
     pub(crate) fn shared_name(&self, address: u32) -> String {
         let offset = address.wrapping_sub(SHARED_BASE);
-        let regions = &self.world.program.shared;
+        let regions = &self.grid_state.program.shared;
         let region = regions.iter().find(|r| offset >= r.offset && offset - r.offset < r.bytes);
         match region {
             Some(region) => format!("byte {} of {:?}", offset - region.offset, region.name),

@@ -69,11 +69,6 @@ impl Memory {
         self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// Adds a buffer of 16-bit values.
-    pub fn input_u16(&mut self, name: &str, values: &[u16]) -> BufferId {
-        self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
-    }
-
     /// Adds a buffer of 32-bit values.
     pub fn input_u32(&mut self, name: &str, values: &[u32]) -> BufferId {
         self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())

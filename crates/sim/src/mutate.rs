@@ -1,10 +1,10 @@
 //! Mutants: programs with one statement removed, to check that the simulator or the tests notice.
 
-use ptx::{Block, Fence, Instruction, Place, Program, Statement, StatementKind};
+use ptx::{Block, Fence, Instruction, Program, SourceLocation, Statement, StatementKind};
 
 /// The role of a statement in synchronisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
+pub enum SynchronisationKind {
     /// A fence of any kind, `wgmma.fence` included.
     Fence,
     /// A wait: for products, copies, stores or barriers.
@@ -21,9 +21,9 @@ pub struct Site {
     /// The index among the sites of the program.
     pub index: usize,
     /// The role of the statement.
-    pub role: Role,
+    pub kind: SynchronisationKind,
     /// The place where the statement was written.
-    pub place: Place,
+    pub place: SourceLocation,
     /// The instruction.
     pub instruction: Instruction,
 }
@@ -34,16 +34,16 @@ pub enum Effect {
     /// No other effect.
     None,
     /// The instruction has a role in synchronisation.
-    Synchronisation(Role),
+    Synchronisation(SynchronisationKind),
     /// Another effect, on memory or on other threads. Instructions that have not been classified
     /// count here, too.
     Other,
 }
 
 /// Returns the role of an instruction in synchronisation, if it has one.
-pub fn role(instruction: &Instruction) -> Option<Role> {
+pub fn synchronisation_kind(instruction: &Instruction) -> Option<SynchronisationKind> {
     match effect(instruction) {
-        Effect::Synchronisation(role) => Some(role),
+        Effect::Synchronisation(kind) => Some(kind),
         Effect::None | Effect::Other => None,
     }
 }
@@ -52,7 +52,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
 pub fn effect(instruction: &Instruction) -> Effect {
     use Instruction as I;
     match instruction {
-        I::WgmmaFence => Effect::Synchronisation(Role::Fence),
+        I::WgmmaFence => Effect::Synchronisation(SynchronisationKind::Fence),
         I::Fence(
             Fence::AcquireRelease(_)
             | Fence::SequentiallyConsistent(_)
@@ -60,7 +60,7 @@ pub fn effect(instruction: &Instruction) -> Effect {
             | Fence::ProxyAsyncShared
             | Fence::ProxyAsyncGlobal
             | Fence::ProxyAsync,
-        ) => Effect::Synchronisation(Role::Fence),
+        ) => Effect::Synchronisation(SynchronisationKind::Fence),
         I::WgmmaWait { .. }
         | I::BarrierSync { .. }
         | I::ClusterWait
@@ -68,16 +68,16 @@ pub fn effect(instruction: &Instruction) -> Effect {
         | I::MbarrierTryWait { .. }
         | I::CopyAsyncWait { .. }
         | I::BulkWait { .. }
-        | I::WarpSync => Effect::Synchronisation(Role::Wait),
+        | I::WarpSync => Effect::Synchronisation(SynchronisationKind::Wait),
         I::WgmmaCommit
         | I::BarrierArrive { .. }
         | I::ClusterArrive { .. }
         | I::MbarrierArrive { .. }
         | I::MbarrierArriveOnCopies { .. }
         | I::CopyAsyncCommit
-        | I::BulkCommit => Effect::Synchronisation(Role::Arrive),
+        | I::BulkCommit => Effect::Synchronisation(SynchronisationKind::Arrive),
         I::MbarrierArriveExpect { .. } | I::MbarrierExpect { .. } => {
-            Effect::Synchronisation(Role::Expect)
+            Effect::Synchronisation(SynchronisationKind::Expect)
         }
         I::Move { .. }
         | I::Unary { .. }
@@ -138,10 +138,10 @@ pub fn sites(program: &Program) -> Vec<Site> {
     let mut sites = Vec::new();
     program.visit(&mut |statement| {
         if let StatementKind::Instruction(instruction) = &statement.kind
-            && let Some(role) = role(instruction)
+            && let Some(kind) = synchronisation_kind(instruction)
         {
             let (index, place) = (sites.len(), statement.place);
-            sites.push(Site { index, role, place, instruction: instruction.clone() });
+            sites.push(Site { index, kind, place, instruction: instruction.clone() });
         }
     });
     sites
@@ -152,7 +152,7 @@ pub fn without(program: &Program, site: usize) -> Program {
     let mut next = 0;
     edit(program, &mut |statement| {
         let StatementKind::Instruction(instruction) = &statement.kind else { return true };
-        if role(instruction).is_none() {
+        if synchronisation_kind(instruction).is_none() {
             return true;
         }
         next += 1;

@@ -4,7 +4,7 @@ use ptx::{ParameterKind, Program, Type};
 
 use crate::hazard::HazardKind;
 use crate::lower::Code;
-use crate::machine::World;
+use crate::machine::GridState;
 use crate::schedule;
 use crate::{Argument, Failure, Launch, Memory, Options, Report, TensorMapArgument};
 
@@ -78,16 +78,16 @@ pub fn run(launch: &Launch<'_>, memory: &mut Memory, options: &Options) -> Resul
         maps.push(map);
     }
     let code = Code::lower(program);
-    let mut world = World::new(launch, &code, memory, options, parameters, maps);
+    let mut grid_state = GridState::new(launch, &code, memory, options, parameters, maps);
     let limit = program.target.shared_memory_limit();
     if program.shared_bytes() > limit {
         let (bytes, target) = (program.shared_bytes(), program.target);
         let text = format!("{bytes} bytes of shared memory, {target} has {limit} for a block");
-        return Err(world.hazard(HazardKind::SharedMemoryLimit, text).into());
+        return Err(grid_state.hazard(HazardKind::SharedMemoryLimit, text).into());
     }
-    schedule::run(&mut world)?;
-    let (counts, trace) = (world.counts, world.trace);
-    let reached = code.instructions().map(|step| world.reached[step]).collect();
+    schedule::run(&mut grid_state)?;
+    let (counts, trace) = (grid_state.counts, grid_state.trace);
+    let reached = code.instructions().map(|step| grid_state.reached[step]).collect();
     if let Some((measure, found, limit)) = options.budget.exceeded(&counts) {
         return Err(Failure::OverBudget { measure, found, limit });
     }

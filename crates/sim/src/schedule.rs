@@ -5,7 +5,7 @@ use std::mem::take;
 
 use crate::Policy;
 use crate::hazard::{Hazard, HazardKind};
-use crate::machine::{Cluster, Executor, OperationKind, Step, World};
+use crate::machine::{Cluster, Executed, Executor, GridState, OperationKind};
 use crate::warp::{State, Wait, Warp};
 
 /// A warp, an operation or a product that can run now.
@@ -17,42 +17,42 @@ enum Choice {
 }
 
 /// The number of consecutive unsuccessful polls after which the run counts as deadlocked.
-const POLLS: u32 = 256;
+const MAX_IDLE_POLLS: u32 = 256;
 /// The number of consecutive turns of warps after which [`Policy::Latest`] completes an operation,
 /// in case a warp is spinning on it.
-const PATIENCE: u32 = 64;
+const LATEST_TURNS: u32 = 64;
 /// The number of consecutive turns of others after which [`Policy::Random`] gives the starved warp
 /// a turn, in case a warp is spinning on it.
-const FAR: u32 = 1024;
+const STARVATION_TURNS: u32 = 1024;
 
 /// Runs all clusters of the grid to their end.
-pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
-    let per_cluster = world.program.cluster.max(1);
-    let total = world.grid / per_cluster;
+pub(crate) fn run(grid_state: &mut GridState<'_>) -> Executed<()> {
+    let per_cluster = grid_state.program.cluster.max(1);
+    let total = grid_state.grid / per_cluster;
     let mut clusters: Vec<Cluster<'_>> = Vec::new();
     let mut launched = 0;
     let mut schedule = Schedule {
         idle_polls: 0,
         spins: 0,
-        turn: world.options.seed as usize,
-        ahead: 0,
+        turn: grid_state.options.seed as usize,
+        starved_turns: 0,
         warps: Vec::new(),
         others: Vec::new(),
     };
     loop {
         clusters.retain(|cluster| !(cluster.is_done() && cluster.operations.is_empty()));
-        while launched < total && clusters.len() < world.options.resident.max(1) as usize {
-            clusters.push(Cluster::new(world, launched));
+        while launched < total && clusters.len() < grid_state.options.resident.max(1) as usize {
+            clusters.push(Cluster::new(grid_state, launched));
             launched += 1;
         }
         if clusters.is_empty() {
             return Ok(());
         }
-        if world.steps > world.options.step_limit {
-            let text = format!("after {} steps the run is not over", world.steps);
-            return Err(world.hazard(HazardKind::Runaway, text));
+        if grid_state.steps > grid_state.options.step_limit {
+            let text = format!("after {} steps the run is not over", grid_state.steps);
+            return Err(grid_state.hazard(HazardKind::Runaway, text));
         }
-        schedule.step(world, &mut clusters)?;
+        schedule.step(grid_state, &mut clusters)?;
     }
 }
 
@@ -62,7 +62,7 @@ struct Schedule {
     /// A counter that rotates among the ready warps.
     turn: usize,
     /// The number of turns of others since the starved warp had one.
-    ahead: u32,
+    starved_turns: u32,
     /// The warps that can run, found anew for each turn; kept to reuse the allocation.
     warps: Vec<Choice>,
     /// The operations and products that can complete; kept like `warps`.
@@ -70,10 +70,14 @@ struct Schedule {
 }
 
 impl Schedule {
-    fn step<'a>(&mut self, world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Step<()> {
+    fn step<'a>(
+        &mut self,
+        grid_state: &mut GridState<'a>,
+        clusters: &mut [Cluster<'a>],
+    ) -> Executed<()> {
         let (mut warps, mut others) = (take(&mut self.warps), take(&mut self.others));
-        find_candidates(world, clusters, &mut warps, &mut others);
-        let choice = self.choose(world, clusters, &warps, &others);
+        find_candidates(grid_state, clusters, &mut warps, &mut others);
+        let choice = self.choose(grid_state, clusters, &warps, &others);
         (self.warps, self.others) = (warps, others);
         let choice = match choice {
             Some(choice) => {
@@ -84,30 +88,30 @@ impl Schedule {
                 // At most polling warps are left.
                 let polling = pollers(clusters);
                 self.idle_polls += 1;
-                if polling.is_empty() || self.idle_polls > POLLS {
-                    return Err(stuck(world, clusters));
+                if polling.is_empty() || self.idle_polls > MAX_IDLE_POLLS {
+                    return Err(deadlock(grid_state, clusters));
                 }
                 polling[self.idle_polls as usize % polling.len()]
             }
         };
         match choice {
             Choice::Operation { cluster, id } => {
-                Executor { world, cluster: &mut clusters[cluster] }.complete(id)
+                Executor { grid_state, cluster: &mut clusters[cluster] }.complete(id)
             }
             Choice::Product { cluster, group } => {
-                Executor { world, cluster: &mut clusters[cluster] }.finish_product(group)
+                Executor { grid_state, cluster: &mut clusters[cluster] }.finish_product(group)
             }
             Choice::Warp { cluster, warp } => {
-                let quantum = match world.options.policy {
+                let quantum = match grid_state.options.policy {
                     Policy::Earliest => 32,
                     Policy::Latest => 4096,
-                    Policy::Random => 1 + world.random.below(48) as u32,
+                    Policy::Random => 1 + grid_state.random.below(48) as u32,
                     Policy::Modelled => 4,
                 };
                 let cluster = &mut clusters[cluster];
                 cluster.current = warp;
                 let mut taken = cluster.warps[warp].take().expect("warps are in their place");
-                let mut executor = Executor { world, cluster };
+                let mut executor = Executor { grid_state, cluster };
                 let mut quantum = quantum;
                 match std::mem::replace(&mut taken.state, State::Ready) {
                     State::Blocked(wait) => executor.finish_wait(&mut taken, wait),
@@ -117,7 +121,7 @@ impl Schedule {
                 }
                 // The cost model has four schedulers per block, which issue one instruction per
                 // cycle each.
-                let modelled = executor.world.options.policy == Policy::Modelled;
+                let modelled = executor.grid_state.options.policy == Policy::Modelled;
                 let scheduler = 4 * taken.block + taken.in_block as usize % 4;
                 if modelled {
                     taken.time = taken.time.max(executor.cluster.issue_free[scheduler]);
@@ -129,7 +133,7 @@ impl Schedule {
                     executor.cluster.issue_free[scheduler] = taken.time;
                 }
                 let block = executor.cluster.blocks[taken.block].index;
-                if let Some(trace) = &mut world.trace
+                if let Some(trace) = &mut grid_state.trace
                     && taken.time > before
                 {
                     let place = taken.code.places[first];
@@ -146,12 +150,12 @@ impl Schedule {
 
     fn choose(
         &mut self,
-        world: &mut World<'_>,
+        grid_state: &mut GridState<'_>,
         clusters: &[Cluster<'_>],
         warps: &[Choice],
         others: &[Choice],
     ) -> Option<Choice> {
-        match world.options.policy {
+        match grid_state.options.policy {
             Policy::Earliest => {
                 if let Some(first) = others.first() {
                     return Some(*first);
@@ -165,7 +169,7 @@ impl Schedule {
                     Choice::Operation { .. } | Choice::Product { .. } => false,
                 };
                 self.spins += 1;
-                if !warps.is_empty() && (self.spins < PATIENCE || others.is_empty()) {
+                if !warps.is_empty() && (self.spins < LATEST_TURNS || others.is_empty()) {
                     // A warp that has used up its turns is rotated out.
                     let next = self.turn % warps.len();
                     self.turn = self.turn.wrapping_add(1);
@@ -179,20 +183,23 @@ impl Schedule {
                 }
                 let products: Vec<_> =
                     others.iter().filter(|c| matches!(c, Choice::Product { .. })).collect();
-                if !products.is_empty() && world.random.below(2) == 0 {
-                    return Some(*products[world.random.below(products.len() as u64) as usize]);
+                if !products.is_empty() && grid_state.random.below(2) == 0 {
+                    return Some(
+                        *products[grid_state.random.below(products.len() as u64) as usize],
+                    );
                 }
                 others.last().copied()
             }
             Policy::Random => {
                 // Some seeds delay operations, some delay warps, and some starve one warp.
-                let (warp_weight, other_weight) = match world.options.seed % 4 {
+                let (warp_weight, other_weight) = match grid_state.options.seed % 4 {
                     0 => (1, 1),
                     1 => (12, 1),
                     2 => (1, 12),
                     _ => (3, 1),
                 };
-                let (seed, leaves_behind) = (world.options.seed, world.options.seed % 4 == 3);
+                let (seed, leaves_behind) =
+                    (grid_state.options.seed, grid_state.options.seed % 4 == 3);
                 let is_behind = |choice: &Choice| match choice {
                     Choice::Warp { cluster, warp } => {
                         leaves_behind
@@ -204,15 +211,19 @@ impl Schedule {
                 let ahead = || warps.iter().copied().filter(|choice| !is_behind(choice));
                 let count = ahead().count() as u64;
                 let alone = count == 0 && others.is_empty();
-                self.ahead = if behind.is_none() || alone { 0 } else { (self.ahead + 1) % FAR };
-                if self.ahead == 0 && behind.is_some() {
+                self.starved_turns = if behind.is_none() || alone {
+                    0
+                } else {
+                    (self.starved_turns + 1) % STARVATION_TURNS
+                };
+                if self.starved_turns == 0 && behind.is_some() {
                     return behind;
                 }
                 let total = count * warp_weight + others.len() as u64 * other_weight;
                 if total == 0 {
                     return None;
                 }
-                let at = world.random.below(total);
+                let at = grid_state.random.below(total);
                 let boundary = count * warp_weight;
                 if at < boundary {
                     return ahead().nth((at / warp_weight) as usize);
@@ -239,7 +250,7 @@ impl Schedule {
 /// Finds the warps that can run, and the operations and products that can complete, operations in
 /// the order of their issue.
 fn find_candidates<'a>(
-    world: &mut World<'a>,
+    grid_state: &mut GridState<'a>,
     clusters: &mut [Cluster<'a>],
     warps: &mut Vec<Choice>,
     others: &mut Vec<Choice>,
@@ -247,12 +258,12 @@ fn find_candidates<'a>(
     warps.clear();
     others.clear();
     for (index, cluster) in clusters.iter_mut().enumerate() {
-        let executor = Executor { world, cluster };
+        let executor = Executor { grid_state, cluster };
         for (number, warp) in executor.cluster.warps.iter().enumerate() {
             let warp = warp.as_ref().expect("warps are in their place");
             let ready = match &warp.state {
                 State::Ready => true,
-                State::Polling(progress) => executor.world.progress > *progress,
+                State::Polling(progress) => executor.grid_state.progress > *progress,
                 State::Blocked(wait) => executor.is_over(warp, wait),
                 State::Done => false,
             };
@@ -296,31 +307,31 @@ fn pollers(clusters: &[Cluster<'_>]) -> Vec<Choice> {
 // ---- deadlocks ---------------------------------------------------------------------------
 
 /// Returns the hazard of a run that cannot make progress.
-fn stuck<'a>(world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Box<Hazard> {
+fn deadlock<'a>(grid_state: &mut GridState<'a>, clusters: &mut [Cluster<'a>]) -> Box<Hazard> {
     for cluster in clusters.iter_mut() {
-        let executor = Executor { world, cluster };
-        if let Some(hazard) = executor.stuck() {
+        let executor = Executor { grid_state, cluster };
+        if let Some(hazard) = executor.deadlock() {
             return hazard;
         }
     }
-    world.hazard(HazardKind::Deadlock, "nothing can go on")
+    grid_state.hazard(HazardKind::Deadlock, "nothing can go on")
 }
 
 impl<'a> Executor<'_, 'a> {
-    fn stuck(&self) -> Option<Box<Hazard>> {
+    fn deadlock(&self) -> Option<Box<Hazard>> {
         let blocked: Vec<&Warp<'a>> = (self.cluster.warps.iter().flatten())
             .filter(|w| matches!(w.state, State::Blocked(_) | State::Polling(_)))
             .map(|w| &**w)
             .collect();
         let first = *blocked.first()?;
-        if let Some(hazard) = self.stuck_for_a_reason(&blocked) {
+        if let Some(hazard) = self.deadlock_cause(&blocked) {
             return Some(hazard);
         }
         let mut lines = Vec::new();
         let mut shown = Vec::new();
         for warp in &blocked {
             let (text, _) = self.waiting_for(warp);
-            let place = self.world.code.places[warp.pc];
+            let place = self.grid_state.code.places[warp.pc];
             // Warps that wait for the same thing in the same place share a line.
             if shown.contains(&(warp.block, warp.pc, text.clone())) {
                 continue;
@@ -339,12 +350,12 @@ impl<'a> Executor<'_, 'a> {
             format!("nobody can go on:\n{}", lines.join("\n")),
         );
         let other = blocked.iter().find(|w| w.pc != first.pc);
-        hazard.other = other.and_then(|w| self.world.code.places[w.pc]);
+        hazard.other = other.and_then(|w| self.grid_state.code.places[w.pc]);
         Some(hazard)
     }
 
     /// Returns a more specific hazard than a deadlock, where the cause is known.
-    fn stuck_for_a_reason(&self, blocked: &[&Warp<'a>]) -> Option<Box<Hazard>> {
+    fn deadlock_cause(&self, blocked: &[&Warp<'a>]) -> Option<Box<Hazard>> {
         for warp in blocked {
             let State::Blocked(wait) = &warp.state else { continue };
             match wait {
@@ -393,7 +404,7 @@ impl<'a> Executor<'_, 'a> {
                     );
                     let kind = HazardKind::WarpgroupMismatch;
                     let mut hazard = self.hazard(warp, None, kind, text);
-                    hazard.other = self.world.code.places[product.step];
+                    hazard.other = self.grid_state.code.places[product.step];
                     return Some(hazard);
                 }
                 Wait::Named { barrier, .. } => {
@@ -403,7 +414,8 @@ impl<'a> Executor<'_, 'a> {
                             matches!(w.state, State::Done | State::Blocked(Wait::Named { .. }))
                         });
                     if others_done {
-                        let named = &self.cluster.blocks[warp.block].named[*barrier as usize];
+                        let named =
+                            &self.cluster.blocks[warp.block].named_barriers[*barrier as usize];
                         let text = format!(
                             "{} of {} threads have arrived at barrier {barrier}, and no others \
                              will",
@@ -447,7 +459,7 @@ impl<'a> Executor<'_, 'a> {
                 (text, arrivers)
             }
             Wait::Named { barrier, .. } => {
-                let named = &self.cluster.blocks[warp.block].named[*barrier as usize];
+                let named = &self.cluster.blocks[warp.block].named_barriers[*barrier as usize];
                 let missing = (self.cluster.warps.iter().flatten())
                     .filter(|w| w.block == warp.block && !named.arrived.contains(&w.index))
                     .map(|w| w.index)

@@ -8,9 +8,9 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use ptx::{Place, Scope, Swizzle};
+use ptx::{Scope, SourceLocation, Swizzle};
 
-use crate::clock::{Knowledge, copies_of};
+use crate::clock::{ClockSet, copies_of};
 use crate::hazard::Actor;
 
 /// The number of bytes of one cell.
@@ -49,7 +49,7 @@ pub(crate) struct Event {
     pub(crate) clock: u32,
     pub(crate) proxy: Proxy,
     pub(crate) source: Source,
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<SourceLocation>,
     pub(crate) actor: Actor,
     /// The name of the instruction, for messages.
     pub(crate) what: &'static str,
@@ -138,7 +138,7 @@ fn lane_mask(lane: u8) -> u32 {
 /// The thread or operation that accesses memory now.
 #[derive(Clone, Copy)]
 pub(crate) struct Observer<'a> {
-    pub(crate) knowledge: &'a Knowledge,
+    pub(crate) knowledge: &'a ClockSet,
     /// The event of the access, recorded with [`Shadow::event`].
     pub(crate) event: u32,
     /// The lane, or [`NO_LANE`].
@@ -151,7 +151,7 @@ pub(crate) struct Observer<'a> {
 
 impl<'a> Observer<'a> {
     /// Creates an observer for an operation, which no lane executes.
-    pub(crate) fn operation(knowledge: &'a Knowledge, event: u32) -> Self {
+    pub(crate) fn operation(knowledge: &'a ClockSet, event: u32) -> Self {
         Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
     }
 
@@ -324,7 +324,7 @@ impl Shadow {
         if !observer.knows(e, o, lanes) {
             return Order::Unordered;
         }
-        let Knowledge { flushed_shared, flushed_global, .. } = observer.knowledge;
+        let ClockSet { flushed_shared, flushed_global, .. } = observer.knowledge;
         let flushed = if observer.global { flushed_global } else { flushed_shared };
         if e.proxy == Proxy::Generic
             && o.proxy == Proxy::Async

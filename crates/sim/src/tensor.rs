@@ -15,7 +15,7 @@
 //! The swizzle is applied to the final address. Products are exact, and the sum of each instruction
 //! is rounded in `f32`; the hardware keeps a few bits fewer or more, so results agree to about
 //! 1e-6, not to the bit. Of 8-bit products the hardware keeps far fewer bits:
-//! [`EightBitSums`](crate::EightBitSums) models that.
+//! [`Fp8Accumulation`](crate::Fp8Accumulation) models that.
 
 use ptx::{Element, Int8, Swizzle};
 
@@ -167,32 +167,46 @@ pub(crate) fn multiply(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Ve
 
 /// The number of fraction bits kept: of each term below the largest exponent among the terms, and
 /// of the sum below its own exponent.
-const NARROW_BITS: i32 = 13;
+const FP8_ACCUMULATOR_BITS: i32 = 13;
 
-/// The exponent of the smallest normal number of `e4m3`, which subnormals share.
-const LEAST_EXPONENT: i32 = -6;
+/// Returns the exponent of the smallest normal number of a type, which subnormals share.
+const fn least_exponent(element: Element) -> i32 {
+    match element {
+        Element::E4M3 => -6,
+        Element::E5M2 | Element::F16 => -14,
+        Element::F32 | Element::BF16 => f32::MIN_EXP - 1,
+        Element::Int8 => 0,
+    }
+}
 
 /// Returns the sum of `old` and the products of a step, as Hopper's `wgmma` accumulates products of
 /// 8-bit numbers.
 ///
 /// The products and the accumulator are aligned to the largest exponent among them, each is
 /// truncated after 13 bits of fraction, and so is their sum. A product's exponent is the sum of
-/// those of its factors, before the carry of a product such as `1.5 * 1.5`. This is what MMA-Sim
-/// (arXiv 2511.10909) found bit for bit on Hopper; the report on DeepSeek-V3 (arXiv 2412.19437,
-/// 3.5.2) described it first, without the truncation of the sum. With this model, a few rows of
-/// FlashAttention-3's loop have relative errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and 128k
-/// keys, where an H200 had 0.59e-2, 0.11 and 0.46.
+/// those of its factors, before the carry of a product such as `1.5 * 1.5`; subnormal factors have
+/// the smallest exponent of their type. This is what MMA-Sim (arXiv 2511.10909) found bit for bit
+/// on Hopper; the report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) described it first, without the
+/// truncation of the sum. With this model, a few rows of FlashAttention-3's loop have relative
+/// errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and 128k keys, where an H200 had 0.59e-2, 0.11 and
+/// 0.46.
 ///
 /// ```
-/// # use flashcore_sim::narrow_sum;
+/// # use flashcore_sim::fp8_accumulate;
+/// # use ptx::Element;
+/// let types = [Element::E4M3; 2];
 /// // 8192 leaves nothing of a half, and one of one and a half.
-/// assert_eq!(narrow_sum(8192.0, [(0.5, 1.0); 32].into_iter()), 8192.0);
-/// assert_eq!(narrow_sum(8192.0, [(1.5, 1.0); 32].into_iter()), 8192.0 + 32.0);
+/// assert_eq!(fp8_accumulate(types, 8192.0, [(0.5, 1.0); 32].into_iter()), 8192.0);
+/// assert_eq!(fp8_accumulate(types, 8192.0, [(1.5, 1.0); 32].into_iter()), 8192.0 + 32.0);
 /// // A sum of 31 has no room for 2^-12, though each of its parts has.
 /// let parts = [(1.0, 1.0); 31].into_iter().chain([(0.015625, 0.015625)]);
-/// assert_eq!(narrow_sum(0.0, parts), 31.0);
+/// assert_eq!(fp8_accumulate(types, 0.0, parts), 31.0);
 /// ```
-pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -> f32 {
+pub fn fp8_accumulate(
+    types: [Element; 2],
+    old: f32,
+    factors: impl Iterator<Item = (f32, f32)> + Clone,
+) -> f32 {
     let old = f64::from(old);
     let products = factors.clone().map(|(a, b)| f64::from(a) * f64::from(b));
     let exact = products.clone().fold(old, |sum, product| sum + product);
@@ -200,8 +214,11 @@ pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -
     if !exact.is_finite() {
         return exact as f32;
     }
-    let power = |x: f32| exponent(x.into()).max(LEAST_EXPONENT);
-    let powers = factors.filter(|(a, b)| *a != 0.0 && *b != 0.0).map(|(a, b)| power(a) + power(b));
+    let [least_a, least_b] = types.map(least_exponent);
+    let power = |x: f32, least: i32| exponent(x.into()).max(least);
+    let powers = factors
+        .filter(|(a, b)| *a != 0.0 && *b != 0.0)
+        .map(|(a, b)| power(a, least_a) + power(b, least_b));
     let largest = powers.fold(exponent(old), i32::max);
     let grid = unit(largest);
     let kept = |x: f64| (x / grid).trunc();
@@ -212,12 +229,13 @@ pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -
 
 /// Returns the value of the last bit that is kept next to an exponent.
 fn unit(exponent: i32) -> f64 {
-    f64::from(exponent.max(f32::MIN_EXP) - NARROW_BITS).exp2()
+    f64::from(exponent.max(least_exponent(Element::F32)) - FP8_ACCUMULATOR_BITS).exp2()
 }
 
 /// Returns `old` plus `rows x inner` times `inner x columns`, all stored row by row, with each
-/// element accumulated as [`narrow_sum`] does.
-pub(crate) fn multiply_narrow(
+/// element accumulated as [`fp8_accumulate`] does. `types` are those of the factors.
+pub(crate) fn multiply_fp8(
+    types: [Element; 2],
     a: &[f32],
     b: &[f32],
     old: &[f32],
@@ -228,7 +246,7 @@ pub(crate) fn multiply_narrow(
     for (row, (a, d)) in a.chunks_exact(inner).zip(d.chunks_exact_mut(columns)).enumerate() {
         for (column, d) in d.iter_mut().enumerate() {
             let factors = (0..inner).map(|k| (a[k], b[k * columns + column]));
-            *d = narrow_sum(old[row * columns + column], factors);
+            *d = fp8_accumulate(types, old[row * columns + column], factors);
         }
     }
     d
@@ -279,9 +297,9 @@ mod tests {
 
     /// Terms that are small next to the accumulator are lost, in whole or in part.
     #[test]
-    fn narrow_sums_lose_what_is_small() {
-        let (one, inner) = ([1.0; 32], 32);
-        let sum = |b: f32, old: f32| multiply_narrow(&one, &[b; 32], &[old], inner, 1)[0];
+    fn fp8_sums_lose_what_is_small() {
+        let (e4m3, one, inner) = ([Element::E4M3; 2], [1.0; 32], 32);
+        let sum = |b: f32, old: f32| multiply_fp8(e4m3, &one, &[b; 32], &[old], inner, 1)[0];
         assert_eq!(sum(1.0, 0.0), 32.0);
         assert_eq!(sum(1.0, 1024.0), 1056.0);
         // A last place of 2^(14 - 13) = 2 leaves nothing of 1.5, and 2 of 3.
@@ -295,14 +313,32 @@ mod tests {
         assert_eq!(sum(3.125, 0.0078125), 100.0 + 0.0078125);
         // Factors of 1.5 have an exponent of zero, and so has their product: 2^-13 is still added.
         let tail = 2.0f32.powi(-13);
-        assert_eq!(narrow_sum(tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
-        assert_eq!(narrow_sum(tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
-        // Subnormals of e4m3 all have the same exponent.
-        let tiny = 2.0f32.powi(-9);
-        let beside = |old: f32| narrow_sum(old, [(tiny, tiny)].into_iter());
-        assert_eq!(beside(2.0f32.powi(-25)), tiny * tiny + 2.0f32.powi(-25));
-        assert_eq!(beside(2.0f32.powi(-26)), tiny * tiny);
+        assert_eq!(fp8_accumulate(e4m3, tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
+        assert_eq!(fp8_accumulate(e4m3, tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
         assert!(sum(f32::NAN, 1.0).is_nan() && sum(1.0, f32::NAN).is_nan());
+    }
+
+    /// Subnormals have the exponent of the smallest normal number of their type: 2^-9 is subnormal
+    /// in e4m3 and normal in e5m2.
+    #[test]
+    fn fp8_sums_know_the_smallest_exponent_of_a_type() {
+        let power = |exponent: i32| 2.0f32.powi(exponent);
+        let (e4m3, e5m2) = (Element::E4M3, Element::E5M2);
+        // The type, a factor, and the last bit that is kept beside its square.
+        let cases = [
+            ([e4m3, e4m3], power(-9), -12 - 13),
+            ([e5m2, e4m3], power(-9), -15 - 13),
+            ([e4m3, e5m2], power(-9), -15 - 13),
+            ([e5m2, e5m2], power(-9), -18 - 13),
+            ([e5m2, e5m2], power(-14), -28 - 13),
+            ([e5m2, e5m2], power(-16), -28 - 13),
+        ];
+        for (types, factor, last) in cases {
+            let beside = |old: f32| fp8_accumulate(types, old, [(factor, factor)].into_iter());
+            let product = factor * factor;
+            assert_eq!(beside(power(last)), product + power(last), "{types:?}, {factor}");
+            assert_eq!(beside(power(last - 1)), product, "{types:?}, {factor}");
+        }
     }
 
     #[test]

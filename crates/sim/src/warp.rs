@@ -3,7 +3,7 @@
 
 use ptx::{Operand, Register};
 
-use crate::clock::{FULL, Knowledge, WarpClock};
+use crate::clock::{ClockSet, FULL, WarpClock};
 use crate::lower::Code;
 use crate::machine::Release;
 
@@ -26,7 +26,7 @@ pub(crate) enum Frame {
 pub(crate) enum State {
     Ready,
     /// The warp polled for something that had not happened yet and will poll again; the number is
-    /// [`World::progress`](crate::machine::World::progress) at that time.
+    /// [`GridState::progress`](crate::machine::GridState::progress) at that time.
     Polling(u64),
     Blocked(Wait),
     Done,
@@ -188,7 +188,7 @@ pub(crate) struct Warp<'a> {
     pub(crate) budgets: Vec<u32>,
     pub(crate) clock: WarpClock,
     /// What was known at the last fence, and its scope: relaxed accesses after it release this.
-    pub(crate) fenced: Option<(Knowledge, ptx::Scope)>,
+    pub(crate) fenced: Option<(ClockSet, ptx::Scope)>,
     /// The lanes and releases of relaxed loads, which the next fence acquires.
     pub(crate) unfenced: Vec<(u32, Vec<Release>)>,
     pub(crate) shadow: RegisterShadow,

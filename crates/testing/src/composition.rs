@@ -5,7 +5,7 @@ use flashcore::function::{Function, HostTensor, Stored, rules};
 use flashcore::random::mix;
 use flashcore::{Mask, Problem, Scores};
 
-use crate::dice::Dice;
+use crate::rng::Rng;
 
 /// A mask and a score, composed of ready-made functions at random.
 #[derive(Debug, Clone)]
@@ -57,12 +57,12 @@ impl Composition {
     /// assert!(composition.mask.is_some() || composition.score.is_some());
     /// ```
     pub fn of(seed: u64, sizes: [usize; 4]) -> Self {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         // At least one of the two is present.
-        let masks_count = dice.below(4);
-        let scores_count = dice.below(3).max(usize::from(masks_count == 0));
-        let mask = joined(&mut dice, &masks(), masks_count, &[Function::and, Function::or]);
-        let score = joined(&mut dice, &scores(), scores_count, &[Function::then]);
+        let masks_count = rng.below(4);
+        let scores_count = rng.below(3).max(usize::from(masks_count == 0));
+        let mask = joined(&mut rng, &masks(), masks_count, &[Function::and, Function::or]);
+        let score = joined(&mut rng, &scores(), scores_count, &[Function::then]);
         Composition { mask, score, tensors: tensors_of(mask.into_iter().chain(score), sizes) }
     }
 
@@ -83,10 +83,10 @@ impl Composition {
 type Join = fn(Function, Function) -> Result<Function, String>;
 
 /// Combines `count` random functions of `all`, each time in a random way of `how`.
-fn joined(dice: &mut Dice, all: &[Function], count: usize, how: &[Join]) -> Option<Function> {
+fn joined(rng: &mut Rng, all: &[Function], count: usize, how: &[Join]) -> Option<Function> {
     let mut joined: Option<Function> = None;
     for _ in 0..count {
-        let (next, how) = (dice.of(all), dice.of(how));
+        let (next, how) = (rng.choose(all), rng.choose(how));
         let next = joined.map_or(Ok(next), |so_far| how(so_far, next));
         joined = Some(next.expect("ready-made rules go together"));
     }

@@ -30,7 +30,7 @@
 //! | [`verdict`] | the rule by which a result passes or fails |
 //! | [`check`] | cases, and running every kernel of a back end on them |
 //! | [`check::cases`] | adversarial problems |
-//! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
+//! | [`check::matrix`] | the matrix kernels on a GPU, each against a product in `f64` |
 //! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
 //! | [`small`] | small configurations of kernels, which simulate fast |
 //! | [`composition`] | random compositions of the ready-made masks and scores |
@@ -43,11 +43,11 @@
 
 pub mod check;
 pub mod composition;
-mod dice;
 pub mod mutant;
 #[cfg(doctest)]
 mod pages;
 pub mod reference;
+mod rng;
 pub mod scene;
 pub mod small;
 pub mod verdict;

@@ -12,7 +12,7 @@ use flashcore::{
     Backend, DType, DTypes, Descale, Descales, GpuBackend, InputTensors, Machine, Mask, Plan,
     Preference, Problem, RunOptions, Strides, Tensor,
 };
-use flashcore_testing::check::{self, Checked, cases, ladder};
+use flashcore_testing::check::{self, Checked, cases, matrix};
 use kernels::forward::Form;
 use kernels::{Ceiling, Configuration, Forward};
 use ptx::Capability;
@@ -438,11 +438,11 @@ fn the_driver_compiles_kernels_without_a_spill() {
 #[test]
 fn every_matrix_kernel_is_right() {
     let Some(gpu) = hopper() else { return };
-    let configurations = ladder::configurations(&gpu);
-    for rung in ladder::run(&gpu, &configurations, &Silent).unwrap() {
-        assert!(rung.passed, "{rung:?}");
-        if rung.family == "single" {
-            assert!(rung.max_error < 1e-5, "{rung:?}");
+    let configurations = matrix::configurations(&gpu);
+    for outcome in matrix::run(&gpu, &configurations, &Silent).unwrap() {
+        assert!(outcome.passed, "{outcome:?}");
+        if outcome.family == "single" {
+            assert!(outcome.max_error < 1e-5, "{outcome:?}");
         }
     }
 }
@@ -454,7 +454,7 @@ fn the_ceiling_loop_is_as_fast_as_by_hand() {
     let mut ratios = Vec::new();
     for round in 0..6 {
         // The second one runs on a warmer chip, so the order alternates.
-        let measure_ours = || ladder::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
+        let measure_ours = || matrix::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
         let (ours, hand) = if round % 2 == 0 {
             (measure_ours(), by_hand(&gpu))
         } else {

@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use flashcore_testing::mutant::{
-    Equivalent, Kind, Listed, Score, Survey, Verdict, equivalents, every, families, subjects,
-    survey,
+    Equivalent, Kind, KnownEquivalents, Score, Survey, Verdict, equivalents, every, families,
+    subjects, survey,
 };
 use kernels::{shipped, with_functions};
 use ptx::Target;
@@ -39,7 +39,7 @@ fn mistakes_are_noticed_in_every_family() {
     let mut survivors = Vec::new();
     let mut scores: BTreeMap<(&str, Kind), Score> = BTreeMap::new();
     let mut listed: Vec<&Equivalent> = Vec::new();
-    let listed_are = if everything() { Listed::Tried } else { Listed::Believed };
+    let listed_are = if everything() { KnownEquivalents::Run } else { KnownEquivalents::Skip };
     // Kernels are surveyed in parallel, so that one uses the cores that another leaves idle.
     let surveys: Vec<Survey> = (subjects().into_par_iter())
         .map(|kernel| survey(&kernel, (count, 1), "", listed_are, |_| (), || ()).unwrap())

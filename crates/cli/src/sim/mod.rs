@@ -11,7 +11,7 @@ use ::sim::{Budget, Measure, Mode, Options, Policy};
 use clap::{Args, ValueEnum};
 use flashcore::{Problem, Progress};
 use ptx::Target;
-use testing::scene::{MOST_SEEDS, Scene, schedules};
+use testing::scene::{MAX_SEEDS, Scene, schedules};
 
 use self::report::{Report, Timeline};
 use self::size::SizeArguments;
@@ -34,7 +34,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t = PolicyChoice::All)]
     policy: PolicyChoice,
     /// How many seeds to run under each policy
-    #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=MOST_SEEDS))]
+    #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=MAX_SEEDS))]
     seeds: u64,
     /// Run this seed only: replays a failure
     #[arg(long, conflicts_with = "seeds")]

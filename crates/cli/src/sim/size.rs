@@ -126,7 +126,8 @@ impl SizeArguments {
             None => plain,
             Some(ragged) => {
                 let equal = Ragged::new(vec![queries; batch], vec![keys; batch]);
-                Call::ragged(kernel, equal.over(ragged.key_place), heads).on(small.processors)
+                Call::ragged(kernel, equal.over(ragged.key_place), heads)
+                    .with_multiprocessors(small.multiprocessors)
             }
         })
     }

@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use flashcore::{InputTensors, Lists, Problem, Storage};
 use testing::check::cases::standard;
 use testing::check::{Case, Contents};
-use testing::scene::{Call, Place};
+use testing::scene::{Call, PlacementKind};
 
 use super::{Outcome, Rejection, Rule, failed};
 use crate::Error;
@@ -162,7 +162,7 @@ impl Contract {
         let Call { problem, ragged, .. } = Call::small(*kernel);
         let storage = match ragged.map(|it| it.key_place) {
             None => ServedStorage::Equal,
-            Some(Place::Paged(size)) => ServedStorage::Pages(size),
+            Some(PlacementKind::Paged(size)) => ServedStorage::Pages(size),
             Some(_) => ServedStorage::Ragged,
         };
         let few_queries = kernel.family() == "decode";

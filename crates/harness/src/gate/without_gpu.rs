@@ -4,7 +4,7 @@ use cuda::toolkit::{self, Options as AssemblerOptions, Toolkit};
 use kernels::Configuration;
 use ptx::{Program, Target};
 use sim::{Counts, Measure, Mode, Options, Policy};
-use testing::scene::{MOST_SEEDS, Scene, schedules};
+use testing::scene::{MAX_SEEDS, Scene, schedules};
 
 use super::{Outcome, Rule};
 
@@ -77,7 +77,7 @@ pub fn assemble(text: &str) -> Outcome {
 const CONFLICTS_PER_WAVEFRONT: f64 = 0.5;
 
 /// Simulates under hostile schedules, and counts bank conflicts. Each scheduling policy gets from
-/// one to [`MOST_SEEDS`] seeds.
+/// one to [`MAX_SEEDS`] seeds.
 pub fn simulate(own: &OwnKernel, seeds: u64) -> Outcome {
     if own.program.target != Target::SM_90A && !matches!(own.kernel, Configuration::Scalar(_)) {
         return Outcome::skip(format!("nothing is known to do for {}", own.program.target));
@@ -86,7 +86,7 @@ pub fn simulate(own: &OwnKernel, seeds: u64) -> Outcome {
         Ok(scene) => Scene { program: own.program.clone(), ..scene },
         Err(error) => return Outcome::reject(Rule::Invalid, error.to_string()),
     };
-    let schedules = schedules(&Policy::HOSTILE, 0..seeds.clamp(1, MOST_SEEDS));
+    let schedules = schedules(&Policy::HOSTILE, 0..seeds.clamp(1, MAX_SEEDS));
     let options = Options { mode: Mode::Checked, ..Options::default() };
     let outcomes = scene.sweep(&schedules, &options, || {});
     for outcome in &outcomes {

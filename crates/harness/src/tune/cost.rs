@@ -33,7 +33,7 @@ impl BlockCost {
         let count = |blocks: u32| {
             let lengths = [dense.query_rows(), blocks * dense.key_block].map(|it| it as usize);
             let call = Call::new(Configuration::Forward(dense), 1, lengths, [1, 1]);
-            let scene = call.unjudged().map_err(|error| error.to_string())?;
+            let scene = call.without_expected().map_err(|error| error.to_string())?;
             let options = Options::values(Policy::Earliest, 0);
             let (_, report) = scene.run(&options).map_err(|failure| failure.to_string())?;
             Ok::<_, String>(report.counts)

@@ -6,7 +6,7 @@
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Reg, U32, U64};
+use ptx::{Builder, Expression, F32, GlobalAddress, Reg, Select, U32, U64};
 
 use crate::parameter::List;
 
@@ -35,7 +35,7 @@ pub(crate) struct Finished {
 
 /// Returns what to subtract from scores: the maximum, or 0 where it is minus infinity.
 pub(crate) fn reference(k: &mut Builder, maximum: Reg<F32>) -> Reg<F32> {
-    k.eval(maximum.equals(f32::NEG_INFINITY).choose::<F32>(0.0, maximum))
+    k.eval(maximum.equals(f32::NEG_INFINITY).select::<F32>(0.0, maximum))
 }
 
 /// Finishes a row. A sink, a logit in units of log2, is added to the sum and not to the output.
@@ -50,7 +50,7 @@ pub(crate) fn finish(
     }
     let empty = k.eval(sum.equals(0.0));
     let reciprocal = k.reciprocal(sum);
-    let factor = k.eval(empty.choose::<F32>(0.0, reciprocal));
+    let factor = k.eval(empty.select::<F32>(0.0, reciprocal));
     let log2 = k.log2(sum);
     let natural = match reference {
         Reference::Guarded { reference, scale_log2 } => {
@@ -60,7 +60,7 @@ pub(crate) fn finish(
         Reference::Maximum(maximum) => k.eval((maximum + log2) * LN_2),
         Reference::Natural(reference) => k.fma(log2, LN_2, reference),
     };
-    Finished { factor, log_sum: k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)) }
+    Finished { factor, log_sum: k.eval(empty.select::<F32>(f32::NEG_INFINITY, natural)) }
 }
 
 /// Finishes a row with a sink, which may be far above or far below the row's reference.
@@ -91,10 +91,10 @@ fn finish_with_sink(
     let total = k.fma(sum, lowered, beside);
     let empty = k.eval(total.equals(0.0));
     let reciprocal = k.reciprocal(total);
-    let factor = k.eval(empty.choose::<F32>(0.0, lowered * reciprocal));
+    let factor = k.eval(empty.select::<F32>(0.0, lowered * reciprocal));
     let log2 = k.log2(total);
     let natural = k.eval((top + log2) * LN_2);
-    Finished { factor, log_sum: k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)) }
+    Finished { factor, log_sum: k.eval(empty.select::<F32>(f32::NEG_INFINITY, natural)) }
 }
 
 /// The attention sinks, one for each query head.

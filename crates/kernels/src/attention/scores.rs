@@ -5,7 +5,7 @@
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, Select, U32, U64, Value};
 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
@@ -178,7 +178,7 @@ impl SmallTanh {
         });
         let inverse = k.reciprocal(factor);
         let most = (inverse * SMALL).minimum(SmallTanh::MOST);
-        let most = factor.at_most(SmallTanh::LARGEST_FACTOR).choose::<F32>(most, -1.0);
+        let most = factor.at_most(SmallTanh::LARGEST_FACTOR).select::<F32>(most, -1.0);
         SmallTanh::OfScores { coefficients, most: k.eval(most) }
     }
 

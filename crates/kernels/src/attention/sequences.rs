@@ -6,7 +6,7 @@
 //! results are clamped to the bounds of the launch.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64,
+    Builder, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, Select, U32, U64,
     Value,
 };
 
@@ -241,7 +241,7 @@ pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) ->
     for distance in [1, 2, 4, 8, 16u32] {
         let from = k.eval((lane - distance) % 32);
         let other = k.shuffle_index(sum, from);
-        let other = lane.at_least(distance).choose::<U32>(other, 0);
+        let other = lane.at_least(distance).select::<U32>(other, 0);
         sum = k.eval(sum + other);
     }
     sum

@@ -6,7 +6,7 @@
 //! first row's first key to the last row's last key, and every row sees all keys between the last
 //! row's first key and the first row's last key, which need no mask.
 
-use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, Expression, F32, Pred, Reg, S32, Select, U32, Value};
 
 use super::{MaskKind, Score, Window};
 use crate::divisor::DivisorRegisters;
@@ -293,17 +293,17 @@ impl Visibility {
         let first_block = k.eval(first / query_block);
         let found = k.eval((end + up) / query_block);
         let sees = end.greater(first);
-        let end_block = k.eval(sees.choose::<U32>(found, first_block));
+        let end_block = k.eval(sees.select::<U32>(found, first_block));
         // Rows beyond the last query contribute nothing whatever they see, but keys beyond the last
         // must be masked for all queries.
         let to_the_end = whole_end.equals(query_length);
-        let whole = to_the_end.choose::<U32>(end_block, whole_end / query_block);
+        let whole = to_the_end.select::<U32>(end_block, whole_end / query_block);
         let complete = (first_key + keys).at_most(key_length);
         QueryBlocks {
             first: first_block,
             end: end_block,
             whole_from: k.eval((whole_first + up) / query_block),
-            whole_end: k.eval(complete.choose::<U32>(whole, 0u32)),
+            whole_end: k.eval(complete.select::<U32>(whole, 0u32)),
         }
     }
 
@@ -340,7 +340,7 @@ impl Visibility {
                     window.end(key + window.left + 1, chunk) - 1 - shift
                 }
             };
-            last.push(k.eval(exists.choose::<S32>(end, -1)));
+            last.push(k.eval(exists.select::<S32>(end, -1)));
         }
         let first = (!first.is_empty()).then_some(first);
         VisibleColumns { first, last }
@@ -360,7 +360,7 @@ impl VisibleColumns {
             if let Some(first) = &self.first {
                 seen = seen & first[*row].at_most(*column as i32);
             }
-            k.set(*register, seen.choose::<F32>(*register, hidden));
+            k.set(*register, seen.select::<F32>(*register, hidden));
         }
     }
 
@@ -380,7 +380,7 @@ impl VisibleColumns {
             for Score { column, register, .. } in scores.iter().filter(|score| score.row == row) {
                 let bit = bit(*column);
                 let seen = (words[(bit / 32) as usize] & (1u32 << (bit % 32))).differs(0u32);
-                k.set(*register, seen.choose::<F32>(*register, f32::NEG_INFINITY));
+                k.set(*register, seen.select::<F32>(*register, f32::NEG_INFINITY));
             }
         }
     }
@@ -418,7 +418,7 @@ impl WindowRegisters {
         let (_, within) = chunk.divide(k, among_keys);
         let begin = k.eval((among_keys - within).reinterpret::<S32>());
         let end = begin + chunk.number.reinterpret::<S32>();
-        Some([begin, k.eval(position.less(0).choose::<S32>(0, end))])
+        Some([begin, k.eval(position.less(0).select::<S32>(0, end))])
     }
 
     /// Returns the first key that a row at a position in this chunk sees.

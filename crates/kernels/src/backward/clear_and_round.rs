@@ -14,8 +14,8 @@
 //! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
-    AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
-    Fence, GlobalAddress, Pipeline, Pred, Producer, Reg, Scope, SharedAddress, StoreHint, U32, U64,
+    AtomicOrder, BF16x2, Builder, Consumer, Element, Expression, F16x2, F32, Fence, GlobalAddress,
+    Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint, U32, U64,
     Value,
 };
 
@@ -70,9 +70,9 @@ pub(super) struct ClearAndRound {
     gradient: Vectors,
     blocks: RowBlocks,
     /// Signals that the sums of the tile's head have been cleared.
-    ready: Barriers,
+    ready: Mbarriers,
     /// Signals that all consumer warps have finished adding, in kernels that are not persistent.
-    added: Barriers,
+    added: Mbarriers,
     /// Byte offset of the staged chunks.
     staging: u32,
     staged: Pipeline,
@@ -106,7 +106,7 @@ fn every_tile(
         // Releases the tile early: the next one need not wait for this warp.
         k.warp_sync();
         let leads = leads(k);
-        handover.tiles.give_back(k, 0, leads & is_tile);
+        handover.tiles.release_stage(k, 0, leads & is_tile);
         posted(k, number);
         k.if_(is_tile, |k| body(k, number));
         k.break_if(!is_tile);
@@ -133,8 +133,8 @@ impl ClearAndRound {
             scale: Scale::Natural.read(k),
             gradient: Vectors::parameters(k, Tensor::QueryGradient, backward.batch),
             blocks: RowBlocks::parameters(k, &layout, backward.batch),
-            ready: Barriers::new(k, "sums cleared", 1, 1),
-            added: Barriers::new(k, "sums added to", 1, warps),
+            ready: Mbarriers::new(k, "sums cleared", 1, 1),
+            added: Mbarriers::new(k, "sums added to", 1, warps),
             staging: k.shared("sums of dQ", Self::BYTES, 128),
             staged: Pipeline::new(k, "sums of dQ", STAGES, ROUNDING_WARPS),
         }
@@ -419,7 +419,7 @@ impl ClearAndRound {
         // register.
         let row = if self.head_dim < columns {
             let has_column = to_column.less(self.head_dim);
-            k.eval(has_column.choose::<U32>(row, block.query_length))
+            k.eval(has_column.select::<U32>(row, block.query_length))
         } else {
             row
         };
@@ -428,7 +428,7 @@ impl ClearAndRound {
         let from = k.eval(staged + (warp * LINE + rows * 16 + right * 8 + down * 4));
         let even = k.eval(from + other * 64);
         let odd = k.eval(from + (other ^ 1) * 64);
-        let order = k.eval(other.equals(0).choose::<U32>(0x3210u32, 0x1032u32));
+        let order = k.eval(other.equals(0).select::<U32>(0x3210u32, 0x1032u32));
         let rows_bytes = self.gradient.row_bytes(k, self.element, 8);
         for group in 0..CHUNK / SumsLayout::REGISTERS_BYTES {
             let words = [0, 2, 4, 6].map(|column| {

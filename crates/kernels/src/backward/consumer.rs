@@ -6,8 +6,8 @@
 //! loops for wider heads (`wide`) use too.
 
 use ptx::{
-    Accumulate, Accumulator, Builder, Choose, Expression, F32, Fence, Fragment, GlobalAddress,
-    LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
+    Accumulate, Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, LoadHint,
+    Pred, Reg, S32, Scope, Select, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
 use super::epilogue::{self, Done};
@@ -231,7 +231,7 @@ impl Consumer {
         // stored: `dK` is staged in the memory of `dS` instead.
         let staging = shared.handover.as_ref().map(|handover| {
             k.warp_sync();
-            handover.tiles.give_back(k, 0, group.leader);
+            handover.tiles.release_stage(k, 0, group.leader);
             shared.score_gradients.reused_as(k, backward.key_layout())
         });
         let done: Vec<Done<'_>> = each
@@ -399,11 +399,11 @@ impl Consumer {
         group.wait_until_cleared(k);
         // With one part to a step, the `dQ` of the step before the last is still missing as well.
         let around = k.eval(group.stage.equals(0));
-        let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
+        let before = k.eval(around.select::<U32>(stages - 1, group.stage - 1));
         if group.backward.parts() == 1 {
             k.if_(group.number.differs(NO_STEP), |k| {
                 let written = group.shared.written.at(k, before);
-                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                let phase = around.select::<U32>(group.phase ^ 1, group.phase);
                 k.mbarrier_wait(written, phase, Scope::Block);
             });
         }
@@ -415,7 +415,7 @@ impl Consumer {
             k.if_(group.number.differs(NO_STEP), |k| {
                 group.start_query_gradients(k, query_gradients, before);
                 k.wait_products(0);
-                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                let phase = around.select::<U32>(group.phase ^ 1, group.phase);
                 group.wait_for_turn(k, before, phase);
                 group.add_own(k, group.number, query_gradients);
                 group.added(k, before);
@@ -678,7 +678,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_queries(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
-        self.shared.query_pipeline.give_back(k, stage, self.leader);
+        self.shared.query_pipeline.release_stage(k, stage, self.leader);
     }
 
     pub(super) fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
@@ -687,7 +687,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_output_gradients(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
-        self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
+        self.shared.output_gradient_pipeline.release_stage(k, stage, self.leader);
     }
 
     /// Returns the phase of the current step's stages or, with `around`, of the time around the

@@ -4,7 +4,7 @@
 //! producer publishes its query head and list entry in shared memory ([`PublishedSteps`]), so that
 //! consumers neither wait for loads of the list nor keep a position in it in registers.
 
-use ptx::{Builder, Choose, Expression, Pred, Reg, SharedAddress, U32, Value};
+use ptx::{Builder, Expression, Pred, Reg, Select, SharedAddress, U32, Value};
 
 use super::tile_scheduler::Walk;
 use crate::attention::function::blocks::{self, BlockList, BlockLists, block_of, needs_function};
@@ -58,8 +58,8 @@ impl Listed {
     pub(super) fn advance(&self, k: &mut Builder) {
         let Listed { list, count, index, .. } = *self;
         let next = match self.down {
-            true => index.equals(0).choose::<U32>(count - 1, index - 1),
-            false => (index + 1).equals(count).choose::<U32>(0, index + 1),
+            true => index.equals(0).select::<U32>(count - 1, index - 1),
+            false => (index + 1).equals(count).select::<U32>(0, index + 1),
         };
         k.set(index, next);
         let entry = blocks::entry(k, list, index.into());

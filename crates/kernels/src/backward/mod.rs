@@ -89,7 +89,7 @@ pub use tuned::{
 };
 
 use ptx::{
-    Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
+    Builder, Element, Expression, GlobalAddress, Mbarriers, Pipeline, Program, Reg, Role,
     SharedAddress, SharedTiles, Swizzle, Target, TensorMap, TileLayout, U32, Value,
 };
 
@@ -169,12 +169,12 @@ struct Shared {
     /// Byte offset of the row statistics of stage 0.
     statistics: u32,
     /// Signals that the keys (0) and the values (1) of a tile have arrived.
-    loaded: Barriers,
+    loaded: Mbarriers,
     /// Stages of queries with their row statistics.
     query_pipeline: Pipeline,
     output_gradient_pipeline: Pipeline,
     /// Signals, for each stage, that every warp has written its part of the `dS` tile.
-    written: Barriers,
+    written: Mbarriers,
     /// With a mask function: the list entry that each stage was loaded for.
     published_steps: Option<PublishedSteps>,
     /// In the deterministic mode: the turns at which this block adds its `dQ`.
@@ -554,8 +554,8 @@ impl Backward {
             ),
             score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), stages),
             statistics: k.shared("row statistics", stages * self.pass().statistics_bytes(), 16),
-            loaded: Barriers::new(k, "keys and values loaded", 2, 1),
-            written: Barriers::new(k, "dS written", stages, writers),
+            loaded: Mbarriers::new(k, "keys and values loaded", 2, 1),
+            written: Mbarriers::new(k, "dS written", stages, writers),
             exchange: is_wide.then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),

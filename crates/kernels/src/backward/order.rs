@@ -28,7 +28,7 @@
 //! for memory themselves.
 
 use ptx::{
-    Barriers, Builder, Choose, Expression, GlobalAddress, Pipeline, Pred, Reg, Scope,
+    Builder, Expression, GlobalAddress, Mbarriers, Pipeline, Pred, Reg, Scope, Select,
     SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
@@ -72,12 +72,12 @@ pub(super) struct Direction {
 impl Direction {
     /// Returns the increment from one query block to the next: 1 or -1.
     pub(super) fn step(self, k: &mut Builder) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(-1i32 as u32, 1))
+        k.eval(self.down.select::<U32>(-1i32 as u32, 1))
     }
 
     /// Returns the query block at which a walk begins.
     pub(super) fn start(self, k: &mut Builder, blocks: &QueryBlocks) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
+        k.eval(self.down.select::<U32>(blocks.end - 1, blocks.first))
     }
 }
 
@@ -131,15 +131,15 @@ impl Order {
     ) -> Turn {
         let count = k.eval(self.first.number * key_blocks.number);
         let is_first = k.eval(index.less(count));
-        let index = k.eval(is_first.choose::<U32>(index, index - count));
+        let index = k.eval(is_first.select::<U32>(index, index - count));
         let heads = DivisorRegisters::chosen(k, is_first, &self.first, &self.together);
         let (round, lane) = heads.divide(k, index);
         let (group, position) = key_blocks.divide(k, round);
         let begin = group * self.together.number + self.first.number;
-        let head = k.eval(lane + is_first.choose::<U32>(0, begin));
+        let head = k.eval(lane + is_first.select::<U32>(0, begin));
         let down = k.eval(head.at_least(self.last));
         let from_last = key_blocks.number - 1 - position;
-        let key_block = k.eval(down.choose::<U32>(position, from_last));
+        let key_block = k.eval(down.select::<U32>(position, from_last));
         Turn { head, key_block, position, direction: Direction { down } }
     }
 }
@@ -209,7 +209,7 @@ impl Turn {
     /// Returns the first key of the preceding key block.
     fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
         let down = self.direction.down;
-        let before = down.choose::<U32>(self.key_block - 1, self.key_block + 1);
+        let before = down.select::<U32>(self.key_block - 1, self.key_block + 1);
         k.eval(before * keys)
     }
 }
@@ -219,7 +219,7 @@ pub(super) struct Turns {
     /// A stage is full when the block's turn has come, and empty when the turn has been passed on.
     granted: Pipeline,
     /// Signals, for each stage, that all warps have added.
-    added: Barriers,
+    added: Mbarriers,
     /// Byte offset of the workspace index of the query block whose turn it is, one for each stage.
     numbers: u32,
 }
@@ -229,7 +229,7 @@ impl Turns {
     pub(super) fn new(k: &mut Builder, stages: u32, warps: u32) -> Self {
         Turns {
             granted: Pipeline::new(k, "turn to add dQ", stages, 1),
-            added: Barriers::new(k, "dQ added", stages, warps),
+            added: Mbarriers::new(k, "dQ added", stages, warps),
             numbers: k.shared("numbers of turns", 4 * stages, 4),
         }
     }
@@ -285,7 +285,7 @@ impl Turns {
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
             turn.wait(k, counters, walk, before.as_ref());
-            granted.publish(k);
+            granted.commit(k);
             granted.advance(k);
         });
     }

@@ -10,8 +10,8 @@
 //! Tiles are claimed in the order of their numbers, as the hardware would start thread blocks.
 
 use ptx::{
-    Barriers, Builder, Expression, GlobalAddress, Pipeline, Pred, Reg, Scope, SharedAddress,
-    Special, StoreHint, StoreOrder, U32, Value,
+    Builder, Expression, GlobalAddress, Mbarriers, Pipeline, Pred, Reg, Scope, SharedAddress,
+    SpecialRegister, StoreHint, StoreOrder, U32, Value,
 };
 
 use super::WARPGROUPS;
@@ -47,7 +47,7 @@ pub(super) struct Handover {
     /// A pipeline of one stage: the tile's number, and with it the memory of its keys.
     pub(super) tiles: Pipeline,
     /// Signals that the gradients of both warpgroups have left shared memory.
-    stored: Barriers,
+    stored: Mbarriers,
 }
 
 impl Handover {
@@ -56,7 +56,7 @@ impl Handover {
         Handover {
             posted: Posted { offset: k.shared("number of the tile", 4, 4) },
             tiles: Pipeline::new(k, "tiles", 1, warps),
-            stored: Barriers::new(k, "gradients stored", 1, WARPGROUPS),
+            stored: Mbarriers::new(k, "gradients stored", 1, WARPGROUPS),
         }
     }
 
@@ -93,7 +93,7 @@ impl Claims {
         Claims {
             counter: Workspace::Counters.address(k),
             tiles: Number::Tiles.read(k),
-            blocks: k.special(Special::GridExtent(ptx::Axis::X)),
+            blocks: k.special(SpecialRegister::GridExtent(ptx::Axis::X)),
         }
     }
 

@@ -41,7 +41,7 @@ pub(super) fn produce_all(
         });
         tiles.acquire(k);
         handover.posted.write(k, number);
-        tiles.publish(k);
+        tiles.commit(k);
         loader.load_once(k, &tile, 0, &shared.keys, tensors.keys);
         handover.wait_until_stored(k, tiles.phase());
         tiles.advance(k);
@@ -54,7 +54,7 @@ pub(super) fn produce_all(
     });
     tiles.acquire(k);
     handover.posted.write(k, number);
-    tiles.publish(k);
+    tiles.commit(k);
 }
 
 /// The producer's position in its pipelines.
@@ -68,7 +68,7 @@ impl<'a> Loader<'a> {
     fn new(k: &mut Builder, block: &Block<'a>) -> Self {
         let Block { shared, .. } = *block;
         let queries = shared.query_pipeline.producer(k);
-        let output_gradients = shared.output_gradient_pipeline.producer_beside(&queries);
+        let output_gradients = shared.output_gradient_pipeline.producer_sharing_state(&queries);
         Loader { block: *block, queries, output_gradients }
     }
 
@@ -79,7 +79,7 @@ impl<'a> Loader<'a> {
             k.break_if(self.queries.stage().equals(0));
             for producer in [&self.queries, &self.output_gradients] {
                 producer.acquire(k);
-                producer.publish(k);
+                producer.commit(k);
             }
             self.queries.advance(k);
         });

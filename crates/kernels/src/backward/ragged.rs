@@ -14,7 +14,7 @@
 //! record suffices to find the tile.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, SharedAddress, U32, U64, Value,
+    Builder, Expression, GlobalAddress, Pred, Reg, S32, Select, SharedAddress, U32, U64, Value,
 };
 
 use super::BackwardPass;
@@ -106,7 +106,7 @@ impl Ragged {
         let key_head = k.eval(within / tiles);
         let first_key = k.eval((within - key_head * tiles) * self.key_block);
         let there = k.eval(number.less(records));
-        let [queries, keys_here] = [queries, keys].map(|it| k.eval(there.choose::<U32>(it, 0u32)));
+        let [queries, keys_here] = [queries, keys].map(|it| k.eval(there.select::<U32>(it, 0u32)));
         let ends = [k.eval(query_start + queries), k.eval(key_start + keys)];
         // Each sequence's rows begin with a query block of their own; `row_blocks` explains the
         // formula.

@@ -6,7 +6,7 @@
 //! `start / query_block + s`. That leaves room for every sequence's last, incomplete block without
 //! adding up lengths. Some blocks in between belong to no sequence.
 
-use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, Special, U32, U64, Value};
+use ptx::{Builder, Expression, GlobalAddress, Reg, S32, Select, SpecialRegister, U32, U64, Value};
 
 use super::SumsLayout;
 use crate::attention::Batch;
@@ -62,7 +62,7 @@ pub(super) struct LogSums {
 /// first blocks last, and the kernel after it reads those last blocks first, while they are still
 /// in L2.
 pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
-    let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
+    let (blocks, index) = (k.special(SpecialRegister::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)
 }
 
@@ -109,7 +109,7 @@ impl RowBlocks {
                 let (start, query_length) = queries.from(k, sequence, otherwise);
                 let first = k.eval(start / self.query_block + sequence);
                 let before = block.less(first);
-                let query_length = k.eval(before.choose::<U32>(0u32, query_length));
+                let query_length = k.eval(before.select::<U32>(0u32, query_length));
                 let block = k.eval(block - first);
                 let place = RowPlace::Ragged { sequence, start };
                 RowBlock { number, block, head, query_length, place }
@@ -220,7 +220,7 @@ impl LogSums {
             (Some([of_sequence, of_head]), RowPlace::Ragged { sequence, start, .. }) => {
                 // Packed queries and their log-sum-exps begin at the same row.
                 let packed = of_sequence.equals(0);
-                let first = packed.choose::<U32>(*start, *sequence * *of_sequence);
+                let first = packed.select::<U32>(*start, *sequence * *of_sequence);
                 k.eval(block.head * *of_head + first + row)
             }
             _ => unreachable!("log-sum-exps and blocks are of one batch"),

@@ -5,7 +5,7 @@
 use std::f32::consts::LOG2_E;
 
 use ptx::{
-    Builder, Choose, Element, Expression, F32, GlobalAddress, Program, Reg, StoreHint, Target, U32,
+    Builder, Element, Expression, F32, GlobalAddress, Program, Reg, Select, StoreHint, Target, U32,
     U64, Value,
 };
 
@@ -151,7 +151,7 @@ impl RowSums {
         // Out of bounds, the last row or the first column is loaded again instead. Without branches
         // the loads of several rows can be in flight at once.
         let has_column = k.eval(column.less(self.value_head_dim));
-        let loaded_column = k.eval(has_column.choose::<U32>(column, 0u32));
+        let loaded_column = k.eval(has_column.select::<U32>(column, 0u32));
         for steps in steps.chunks(STEPS_AT_ONCE) {
             let loaded: Vec<_> = steps
                 .iter()
@@ -176,12 +176,12 @@ impl RowSums {
                     let next = k.fma(a, b, sum);
                     k.set(sum, next);
                 }
-                let sum = k.eval((exists & has_column).choose::<F32>(sum, 0.0));
+                let sum = k.eval((exists & has_column).select::<F32>(sum, 0.0));
                 let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
                 // A row that saw no key has P = 0: minus infinity, where negation would give plus
                 // infinity.
                 let nothing = !exists | lse.equals(f32::NEG_INFINITY);
-                let log_sum = k.eval(nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
+                let log_sum = k.eval(nothing.select::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
                 let mine = column.equals(0) & within.less(self.sums.query_block);
                 k.if_(mine, |k| {
                     let at = k.eval(statistics + within.convert::<U64>() * 4);

@@ -5,7 +5,7 @@
 //! reproducible.
 
 use ptx::{
-    Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
+    Builder, Element, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64,
 };
 
 use super::Backward;
@@ -132,7 +132,7 @@ impl SinkGradients {
                 // statistics hold.
                 let counts = seen[0].less(seen[1]) & log_sums[row].greater(f32::NEG_INFINITY);
                 let weight = k.exp2(sink + log_sums[row]);
-                let part = counts.choose::<F32>(weight * row_sums[row], 0.0);
+                let part = counts.select::<F32>(weight * row_sums[row], 0.0);
                 k.set(sum, sum + part);
             }
         };

@@ -7,7 +7,7 @@
 //! the order of the parts. So the result does not depend on which one that is, and none waits.
 
 use ptx::{
-    Accumulator, AtomicOrder, Builder, Choose, Expression, GlobalAddress, Pred, Reg, Scope,
+    Accumulator, AtomicOrder, Builder, Expression, GlobalAddress, Pred, Reg, Scope, Select,
     StoreHint, StoreOrder, U32, U64, Value,
 };
 
@@ -45,8 +45,8 @@ impl Split {
         let within = k.eval(number - self.whole);
         let (tile, part) = self.parts.divide(k, within);
         let is_part = k.eval(self.is_part(number));
-        let tile = k.eval(is_part.choose::<U32>(self.whole + tile, number));
-        (tile, k.eval(is_part.choose::<U32>(part, 0u32)))
+        let tile = k.eval(is_part.select::<U32>(self.whole + tile, number));
+        (tile, k.eval(is_part.select::<U32>(part, 0u32)))
     }
 
     /// Returns which of a tile's `steps` the number's part takes: the first, and how many.
@@ -59,7 +59,7 @@ impl Split {
         let (_, part) = self.locate(k, number);
         let up = k.eval(steps + self.parts.number - 1);
         let (each, _) = self.parts.divide(k, up);
-        let each = k.eval(self.is_part(number).choose::<U32>(each, steps));
+        let each = k.eval(self.is_part(number).select::<U32>(each, steps));
         let first = k.eval((part * each).minimum(steps));
         [first, k.eval((steps - first).minimum(each))]
     }
@@ -119,7 +119,7 @@ impl Partials {
                     let order = StoreOrder::Relaxed(Scope::Gpu);
                     k.store_vector(counter, &[none], StoreHint { order, ..Default::default() });
                 });
-                k.store(word, is_last.choose::<U32>(1u32, 0u32));
+                k.store(word, is_last.select::<U32>(1u32, 0u32));
             });
             k.barrier_sync(owner.index + barrier::RESULTS, 128);
             let last = k.load::<U32, _>(word);

@@ -6,7 +6,7 @@
 //! the launch's numbers from which both are computed, for equal lengths (`order` says in which
 //! order tiles come) or for ragged batches (`ragged`).
 
-use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, Expression, Pred, Reg, S32, Select, U32, Value};
 
 use super::BackwardPass;
 use super::lists::Listed;
@@ -383,7 +383,7 @@ impl TileScheduler {
             let heads = k.eval(skipped / of_head);
             k.set(head, head + heads);
             let ahead = k.eval(start + skipped - heads * of_head);
-            block = k.eval(ahead.less(end).choose::<U32>(ahead, ahead - of_head));
+            block = k.eval(ahead.less(end).select::<U32>(ahead, ahead - of_head));
             left = count.into();
         }
         Walk {
@@ -499,23 +499,23 @@ impl Walk {
         match self.path {
             Path::Around(start) => {
                 let next = k.eval(self.block + 1);
-                let next = k.eval(next.equals(end).choose::<U32>(first, next));
+                let next = k.eval(next.equals(end).select::<U32>(first, next));
                 let around = next.equals(start);
-                k.set(self.head, around.choose::<U32>(self.head + 1, self.head));
+                k.set(self.head, around.select::<U32>(self.head + 1, self.head));
                 k.set(self.block, next);
             }
             Path::Step { step, heads } => {
                 let first_head = k.eval(tile.key_head * heads);
                 let next = k.eval(self.head + 1);
                 let around = k.eval(next.equals(first_head + heads));
-                k.set(self.head, around.choose::<U32>(first_head, next));
-                k.set(self.block, around.choose::<U32>(self.block + step, self.block));
+                k.set(self.head, around.select::<U32>(first_head, next));
+                k.set(self.block, around.select::<U32>(self.block + step, self.block));
             }
             Path::Listed { listed, heads } => {
                 let first_head = k.eval(tile.key_head * heads);
                 let next = k.eval(self.head + 1);
                 let around = k.eval(next.equals(first_head + heads));
-                k.set(self.head, around.choose::<U32>(first_head, next));
+                k.set(self.head, around.select::<U32>(first_head, next));
                 k.if_(around, |k| listed.advance(k));
                 k.set(self.block, listed.block());
             }
@@ -530,7 +530,7 @@ impl Walk {
         match self.path {
             Path::Around(start) => {
                 let back = k.eval(self.block.equals(first));
-                let step = k.eval(back.choose::<U32>(first + 1 - end, 1u32));
+                let step = k.eval(back.select::<U32>(first + 1 - end, 1u32));
                 k.set(self.number, self.number + step);
                 k.if_(self.block.equals(start), |k| {
                     k.set(self.number, self.number + scheduler.query_blocks());

@@ -20,8 +20,8 @@
 //! the register layout: each thread reads what the same thread of the other warpgroup wrote.
 
 use ptx::{
-    Accumulate, Accumulator, Barriers, Builder, Choose, Expression, F32, Fragment, LoadHint, Reg,
-    Scope, SharedAddress, StoreHint, U32, Value,
+    Accumulate, Accumulator, Builder, Expression, F32, Fragment, LoadHint, Mbarriers, Reg, Scope,
+    Select, SharedAddress, StoreHint, U32, Value,
 };
 
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
@@ -41,14 +41,14 @@ pub(super) struct Exchange {
     /// registers.
     numbers: u32,
     /// Signals that `P` of a step has been written.
-    ready: Barriers,
+    ready: Mbarriers,
     /// Signals that `P` of a step has been read.
-    taken: Barriers,
+    taken: Mbarriers,
     /// Signals, for each stage, that the weights warpgroup has computed `dQ` from the tile of `dS`.
-    multiplied: Barriers,
+    multiplied: Mbarriers,
     /// Signals that all products of both warpgroups have completed. A named barrier would do, but
     /// the warpgroups arrive from different code, which compute-sanitizer takes for two barriers.
-    ended: Barriers,
+    ended: Mbarriers,
 }
 
 impl Exchange {
@@ -58,10 +58,10 @@ impl Exchange {
         Exchange {
             weights: k.shared("weights", WEIGHTS_BYTES, 16),
             numbers: k.shared("block numbers", 4 * stages, 4),
-            ready: Barriers::new(k, "weights ready", 1, warps),
-            taken: Barriers::new(k, "weights taken", 1, warps),
-            multiplied: Barriers::new(k, "dS multiplied", stages, warps),
-            ended: Barriers::new(k, "products ended", 1, warps * WARPGROUPS),
+            ready: Mbarriers::new(k, "weights ready", 1, warps),
+            taken: Mbarriers::new(k, "weights taken", 1, warps),
+            multiplied: Mbarriers::new(k, "dS multiplied", stages, warps),
+            ended: Mbarriers::new(k, "products ended", 1, warps * WARPGROUPS),
         }
     }
 
@@ -364,13 +364,13 @@ impl<'a> Half<'a> {
     }
 
     /// Arrives at a barrier for this warp, once all its lanes have got here.
-    fn arrive(&self, k: &mut Builder, barriers: &Barriers) {
+    fn arrive(&self, k: &mut Builder, barriers: &Mbarriers) {
         k.warp_sync();
         self.lead(k, barriers, 0);
     }
 
     /// Arrives at a barrier for this warp, without synchronising its lanes first.
-    fn lead(&self, k: &mut Builder, barriers: &Barriers, stage: u32) {
+    fn lead(&self, k: &mut Builder, barriers: &Mbarriers, stage: u32) {
         let barrier = barriers.at(k, stage);
         k.if_(self.group.leader, |k| k.mbarrier_arrive(barrier));
     }
@@ -393,9 +393,9 @@ impl<'a> Half<'a> {
         group.release_output_gradients(k, group.stage);
         k.if_(group.number.differs(NO_STEP), |k| {
             let around = k.eval(group.stage.equals(0));
-            let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
+            let before = k.eval(around.select::<U32>(stages - 1, group.stage - 1));
             let written = group.shared.written.at(k, before);
-            let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+            let phase = around.select::<U32>(group.phase ^ 1, group.phase);
             k.mbarrier_wait(written, phase.clone(), Scope::Block);
             self.query_gradients(k, group.number, before, phase);
         });

@@ -4,7 +4,7 @@
 //! last. The arrival counter is reset to zero, as it was found.
 
 use ptx::{
-    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, Scope, SharedAddress,
+    AtomicOrder, Builder, Expression, F32, GlobalAddress, Pred, Reg, Scope, Select, SharedAddress,
     U32, U64, Value,
 };
 
@@ -33,7 +33,7 @@ pub(super) fn arrive(
         let before: Reg<U32> = k.atomic_add_ordered(counter, 1, Scope::Gpu, order);
         let last = k.eval((before + 1).equals(all));
         k.if_(last, |k| k.store::<U32, _>(counter, 0));
-        k.store(merge.last, last.choose::<U32>(1, 0));
+        k.store(merge.last, last.select::<U32>(1, 0));
     });
     k.block_sync();
     let last = k.load::<U32, _>(merge.last);
@@ -82,7 +82,7 @@ impl<'a> Combine<'a> {
         let block = (self.first_team + index) * numbers.members + numbers.member;
         // A block has two slots: slot 1 for the sequence that begins in its share, slot 0 for one
         // that began before. Only the first team has the sequence's beginning.
-        let slot = k.eval(block * 2 + index.equals(0).choose::<U32>(1, 0));
+        let slot = k.eval(block * 2 + index.equals(0).select::<U32>(1, 0));
         self.merge.part_address(k, slot)
     }
 

@@ -4,7 +4,7 @@
 //! a warp are ordered by warp barriers (`bar.warp.sync`); warps do not wait for each other.
 
 use ptx::{
-    Builder, Choose, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, SharedAddress, U32,
+    Builder, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, Select, SharedAddress, U32,
     U64, Value,
 };
 
@@ -157,7 +157,7 @@ impl Ring<'_> {
     fn next(&self, k: &mut Builder, stage: Reg<U32>) {
         let next = k.eval(stage + 1);
         let around = k.eval(next.equals(self.decode.stages));
-        k.set(stage, around.choose::<U32>(0, next));
+        k.set(stage, around.select::<U32>(0, next));
     }
 
     /// Returns the index of the warp that owns the ring.

@@ -1,7 +1,7 @@
 //! The epilogue of a part of a sequence: the results of the warps are merged and stored, as outputs
 //! and log-sum-exps, or as a partial result in the workspace.
 
-use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Packed, Reg, SharedAddress, U32, U64};
+use ptx::{Builder, Expression, F32, GlobalAddress, Packed, Reg, Select, SharedAddress, U32, U64};
 
 use super::combine::Combine;
 use super::scales::Scaling;
@@ -241,7 +241,7 @@ impl<'a> Merge<'a> {
     /// in its share, slot 0 otherwise.
     fn store_part(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
         let block = k.block_index();
-        let slot = k.eval(block * 2 + part.begins.choose::<U32>(1, 0));
+        let slot = k.eval(block * 2 + part.begins.select::<U32>(1, 0));
         self.store_at(k, slot, item, sums);
     }
 

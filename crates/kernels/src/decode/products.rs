@@ -5,7 +5,7 @@
 //! P^T: value columns by query rows. This way eight query rows cost half of sixteen.
 
 use ptx::{
-    Builder, F32, FragmentA, FragmentB, MmaSum, Packed, Reg, SharedAddress, SteppedLanes,
+    Builder, F32, FragmentA, FragmentB, MmaAccumulator, Packed, Reg, SharedAddress, SteppedLanes,
     TileReader, WarpAccumulator,
 };
 
@@ -56,7 +56,7 @@ pub(super) fn scores(
     keys: Reg<SharedAddress>,
 ) -> WarpAccumulator {
     let reader = TileReader::stepped(k, decode.key_layout(), keys, lanes);
-    let zero = MmaSum::from_zero(k.eval::<F32>(0.0));
+    let zero = MmaAccumulator::from_zero(k.eval::<F32>(0.0));
     let scores = WarpAccumulator::new(k, 16 * queries.len() as u32, decode.tile_keys);
     let multiply = |k: &mut Builder, step: usize, row: u32, keys: [FragmentB; 2]| {
         for (half, keys) in keys.into_iter().enumerate() {

@@ -5,7 +5,7 @@
 //! multiply the probabilities. The scaled probabilities are rounded to `f16`, so a warp holds its
 //! outputs in units of a power of two that follows the largest value scale that it has met.
 
-use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, SharedAddress, StoreHint, U32, Value};
+use ptx::{Builder, Expression, F32, Pred, Reg, S32, Select, SharedAddress, StoreHint, U32, Value};
 
 use super::copies::RowSource;
 use super::{Decode, Numbers};
@@ -84,7 +84,7 @@ impl TokenScales {
             k.if_(self.lane.less(self.rows), |k| {
                 let row = if self.paged { row } else { k.eval(row + self.lane) };
                 let within = scale.source.row(k, entry, row);
-                let there = k.eval(self.lane.less(valid).choose::<U32>(4, 0));
+                let there = k.eval(self.lane.less(valid).select::<U32>(4, 0));
                 let to = self.row(scale, stage) + self.lane * 4;
                 k.copy_async_word(to, scale.source.address + within, Some(there));
             });

@@ -7,7 +7,7 @@
 //! With fixed-size splits, the list holds splits instead of tiles, and a block counts only what its
 //! own query rows see: blocks of a team that have other rows may have other splits.
 
-use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, Select, U32, Value};
 
 use super::{Decode, Numbers, Splits};
 use crate::attention::sequences::{Places, Span, clamp, entry_of, inclusive_sum};
@@ -149,7 +149,7 @@ impl Schedule {
         let first_split = k.eval(first_tile / decode.unit_tiles());
         let end_split = (end_tile + (decode.unit_tiles() - 1)) / decode.unit_tiles();
         let splits = end_split.maximum(first_split + 1) - first_split;
-        let units = k.eval(first.less(queries).choose::<U32>(splits, 0));
+        let units = k.eval(first.less(queries).select::<U32>(splits, 0));
         let fixed = Some([end_tile, first_split]);
         Lengths { queries, first_query, keys, first_row, first_tile, fixed, units }
     }
@@ -311,7 +311,7 @@ impl Cursor {
             // The units of those sequences of the 32 that end before the team's share.
             let last = k.eval(count - 1);
             let last = k.shuffle_index(through, last % 32);
-            let skipped = k.eval(count.equals(0).choose::<U32>(0, last));
+            let skipped = k.eval(count.equals(0).select::<U32>(0, last));
             k.set(before, before + skipped);
             k.set(sequence, first + count);
             k.break_if(count.less(32));

@@ -1,6 +1,6 @@
 //! Makes lists from the table of a [`BlockFinder`](super::BlockFinder), one warp for each list.
 
-use ptx::{Builder, Choose, Expression, Program, Reg, Target, U32, U64};
+use ptx::{Builder, Expression, Program, Reg, Select, Target, U32, U64};
 
 use super::{BlockStateTable, NONE, SOME, WARPS};
 use crate::Error;
@@ -101,7 +101,7 @@ impl BlockLister {
             let before = k.population_count(before);
             let at = k.eval(entries + before + 1);
             k.if_(state.differs(NONE), |k| {
-                let entry = k.eval(other * 2 + state.equals(SOME).choose::<U32>(1u32, 0u32));
+                let entry = k.eval(other * 2 + state.equals(SOME).select::<U32>(1u32, 0u32));
                 k.store(list + at.convert::<U64>() * 4, entry);
                 if self.lists == (ListsOf::Keys { turns: true }) {
                     let turn = earlier(k, found, row, block);
@@ -135,7 +135,7 @@ fn earlier(k: &mut Builder, found: &BlockStateTable, row: Reg<U32>, block: Reg<U
     k.for_range(0, block, 1, |k, block| {
         let at = found.at(k, row + block);
         let state = k.load::<U32, _>(at);
-        k.set(count, count + state.differs(NONE).choose::<U32>(1u32, 0u32));
+        k.set(count, count + state.differs(NONE).select::<U32>(1u32, 0u32));
     });
     count
 }

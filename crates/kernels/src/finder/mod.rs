@@ -20,7 +20,7 @@ pub use lister::BlockLister;
 pub use sharer::{SharerProblem, TileSharer};
 
 use ptx::{
-    Builder, Choose, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64, Value,
+    Builder, Expression, F32, GlobalAddress, Program, Reg, S32, Select, Target, U32, U64, Value,
 };
 
 use crate::Error;
@@ -226,8 +226,8 @@ impl BlockPair<'_> {
                     let exists = row.less(end_query) & (key + pair.column).less(end_key);
                     let exists = k.eval(exists);
                     let is_seen = k.eval(is_seen);
-                    k.set(seen, (exists & is_seen).choose::<U32>(1u32, seen));
-                    k.set(hidden, (exists & !is_seen).choose::<U32>(1u32, hidden));
+                    k.set(seen, (exists & is_seen).select::<U32>(1u32, seen));
+                    k.set(hidden, (exists & !is_seen).select::<U32>(1u32, hidden));
                 });
                 let mixed = mixed(k);
                 k.break_if(mixed);
@@ -236,7 +236,7 @@ impl BlockPair<'_> {
             k.break_if(mixed);
         });
         let [seen, hidden] = [seen, hidden].map(|it| k.any(it.differs(0)));
-        let some: Value<U32> = hidden.choose::<U32>(SOME, ALL);
-        k.eval(seen.choose::<U32>(some, NONE))
+        let some: Value<U32> = hidden.select::<U32>(SOME, ALL);
+        k.eval(seen.select::<U32>(some, NONE))
     }
 }

@@ -8,7 +8,7 @@
 //! expensive tile to the block with the least. The result is [`TileLists`].
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Pred, Program, Reg, Target, U32, U64, Value,
+    Builder, Expression, GlobalAddress, Pred, Program, Reg, Select, Target, U32, U64, Value,
 };
 
 use super::BlockStateTable;
@@ -183,7 +183,7 @@ fn write(k: &mut Builder) {
     let groups = k.eval((last_group_start + (together - 1)) / together);
     k.for_range(0, groups + 1, 1, |k, group| {
         let first = k.eval(group * together);
-        let end = group.equals(groups).choose::<U32>(all_heads, first + together);
+        let end = group.equals(groups).select::<U32>(all_heads, first + together);
         let end = k.eval(end.minimum(all_heads));
         let tiles = [k.eval(first * per_head), k.eval(end * per_head)];
         sharing.sort(k, tiles);
@@ -252,7 +252,7 @@ impl Sharing {
         let through_warps = inclusive_sum(k, sum, *lane);
         let earlier = k.eval((*warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
-        let earlier = k.eval(warp.equals(0).choose::<U32>(0, earlier));
+        let earlier = k.eval(warp.equals(0).select::<U32>(0, earlier));
         bins.set(k, *thread, earlier + through - mine);
         k.block_sync();
         k.for_range(begin + *thread, end, THREADS, |k, tile| {
@@ -316,7 +316,7 @@ impl Sharing {
         k.for_range(self.part * 4, self.blocks, 4 * PARTS, |k, others| {
             let at = self.keys.address(k, others);
             for key in k.load_vector::<U32, _, 4>(at, Default::default()) {
-                k.set(rank, rank + key.less(mine).choose::<U32>(1u32, 0u32));
+                k.set(rank, rank + key.less(mine).select::<U32>(1u32, 0u32));
             }
         });
         for distance in [1, 2] {

@@ -21,7 +21,7 @@
 //! explicitly, it serialises the products. A warpgroup therefore waits for its own products, while
 //! other warpgroups multiply.
 
-use ptx::{Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, Reg, U32};
+use ptx::{Accumulate, Accumulator, Builder, E4M3x2, Expression, F32, Fragment, Reg, Select, U32};
 
 use super::Forward;
 use super::consumer::Consumers;
@@ -147,7 +147,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 let scale = k.eval(self.scale_log2 * descale);
                 let positive = scale.at_least(0.0);
                 let lifted = scale.maximum(LEAST_SCALE);
-                k.set(self.tile_scale, positive.choose::<F32>(lifted, f32::NAN));
+                k.set(self.tile_scale, positive.select::<F32>(lifted, f32::NAN));
             }
         }
         softmax.clear(k);

@@ -5,7 +5,7 @@
 //! loop ends, until its buffer is full.
 
 use crate::parameter::Workspace;
-use ptx::{Builder, Expression, GlobalAddress, Reg, Special, U32, U64};
+use ptx::{Builder, Expression, GlobalAddress, Reg, SpecialRegister, U32, U64};
 
 /// What a consumer warpgroup is doing. A timestamp marks the end of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -102,7 +102,7 @@ impl Probe {
         let Some(Notes { thread, next, end }) = &self.notes else { return };
         let (next, room) = (*next, next.differs(*end));
         k.if_(thread.equals(0) & room, |k| {
-            let clock = k.special_wide(Special::Clock64);
+            let clock = k.special_wide(SpecialRegister::Clock64);
             k.store(next, clock * 256u32 + u32::from(phase as u8));
             k.set(next, next + 8);
         });

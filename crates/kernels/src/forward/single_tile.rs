@@ -4,7 +4,7 @@
 //! [`Sequencer`](crate::Sequencer) to sort them would cost the host as much as launching the kernel
 //! itself.
 
-use ptx::{Builder, Choose, Expression, U32};
+use ptx::{Builder, Expression, Select, U32};
 
 use super::dynamic_scheduler::{Batch, Tiles, WorkSlots};
 use crate::attention::sequences::inclusive_sum;
@@ -23,7 +23,7 @@ impl Batch {
                 let index = k.eval(first + lane);
                 let known = k.eval(index.minimum(sequences.batch - 1));
                 let sequence = sequences.sequence(k, known);
-                let rows = index.less(sequences.batch).choose::<U32>(sequence.queries, 0);
+                let rows = index.less(sequences.batch).select::<U32>(sequence.queries, 0);
                 let count = k.eval((rows + (query_rows - 1)) / query_rows);
                 let through = inclusive_sum(k, count, lane);
                 let number = k.eval(tile - (*tiles + (through - count)));

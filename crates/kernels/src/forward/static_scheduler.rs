@@ -132,7 +132,7 @@ impl StaticScheduler {
                 Order::Listed(Workspace::TileLists.address(k))
             } else {
                 let tiles = Number::Tiles.read(k);
-                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                let blocks = k.special(ptx::SpecialRegister::GridExtent(ptx::Axis::X));
                 Order::Strided { tiles, blocks }
             },
             per_head: DivisorRegisters::parameters(k, Number::TilesPerHead),

@@ -73,7 +73,7 @@ impl Transposed {
         let stage = values.acquire(k);
         let any = self.any_at(k, stage);
         k.store(any, Value::<U32>::from(0));
-        values.publish(k);
+        values.commit(k);
     }
 
     fn any_at(&self, k: &mut Builder, stage: Reg<U32>) -> Reg<SharedAddress> {
@@ -109,7 +109,7 @@ impl Transposed {
                 k.warp_sync();
                 read.release(k, leader);
             }
-            write.publish_if(k, leader);
+            write.commit_if(k, leader);
             write.advance(k);
         });
     }

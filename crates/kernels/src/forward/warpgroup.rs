@@ -2,8 +2,8 @@
 //! and `P V`, and its turn at the tensor cores (ping-pong).
 
 use ptx::{
-    Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
-    MatrixA, Pred, Prepared, Reg, SharedTile, U32, Value,
+    Accumulate, Accumulator, Builder, Consumer, Expression, Fence, Fragment, InFlight, MatrixA,
+    Pred, PreparedProduct, Reg, Select, SharedTile, U32, Value,
 };
 
 use super::{Forward, Shared, barrier};
@@ -157,7 +157,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Prepares `Q K^T` and `O += P V` for the stages that are waited for next, where that pays
     /// ([`prepares`](Warpgroup::prepares)).
-    pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[Prepared; 2]> {
+    pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[PreparedProduct; 2]> {
         self.prepares.then(|| {
             let (queries, keys) = self.score_operands(k);
             let values = self.value_operand(k);
@@ -218,7 +218,7 @@ impl PingPong {
         }
         let last = k.eval(index.equals(forward.warpgroups - 1));
         let own = k.eval(index + barrier::TURN);
-        let next = k.eval(last.choose::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
+        let next = k.eval(last.select::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
         // Gives the first turn to the first warpgroup.
         k.if_(last, |k| k.barrier_arrive(barrier::TURN, 256));
         PingPong { mine: Some((own, next)) }

@@ -4,8 +4,8 @@
 //! their 16 columns, so probabilities never leave registers.
 
 use ptx::{
-    Builder, Element, Expression, F32, FragmentA, FragmentB, MatrixLanes, MmaCell, MmaSum, Reg,
-    SharedAddress, TileLayout, TileReader, U32, Value, WarpAccumulator, WarpFragment,
+    Builder, Element, Expression, F32, FragmentA, FragmentB, MatrixLanes, MmaAccumulator, MmaCell,
+    Reg, SharedAddress, TileLayout, TileReader, U32, Value, WarpAccumulator, WarpFragment,
 };
 
 use super::Mma;
@@ -98,21 +98,21 @@ impl Queries {
 
 /// The accumulators of the products with one key block.
 struct Sums {
-    zero: MmaSum,
+    zero: MmaAccumulator,
     /// Accumulators by tile of rows and group of 8 columns.
-    sums: Vec<Vec<MmaSum>>,
+    sums: Vec<Vec<MmaAccumulator>>,
 }
 
 impl Sums {
     /// Accumulates directly in `cells`, or in separate `f16` accumulators.
     fn new(k: &mut Builder, mma: &Mma, cells: &WarpAccumulator) -> Self {
         let zero = match mma.accumulate {
-            Element::F32 => MmaSum::from_zero(k.eval::<F32>(0.0)),
-            _ => MmaSum::F16([k.pack(0.0, 0.0); 2]),
+            Element::F32 => MmaAccumulator::from_zero(k.eval::<F32>(0.0)),
+            _ => MmaAccumulator::F16([k.pack(0.0, 0.0); 2]),
         };
         let sum = |k: &mut Builder, tile, group| match mma.accumulate {
-            Element::F32 => MmaSum::F32(cells.cell(tile, group)),
-            _ => MmaSum::F16(std::array::from_fn(|_| k.register())),
+            Element::F32 => MmaAccumulator::F32(cells.cell(tile, group)),
+            _ => MmaAccumulator::F16(std::array::from_fn(|_| k.register())),
         };
         let sums = (0..cells.tiles())
             .map(|tile| (0..cells.groups()).map(|group| sum(k, tile, group)).collect())
@@ -136,7 +136,7 @@ impl Sums {
     /// Converts an `f16` accumulator to `f32`: stores it to the cell or, with `add`, adds it. `f32`
     /// accumulators are the cells themselves.
     fn widen(&self, k: &mut Builder, (tile, group): (usize, usize), cell: MmaCell, add: bool) {
-        let MmaSum::F16(pairs) = self.sums[tile][group] else { return };
+        let MmaAccumulator::F16(pairs) = self.sums[tile][group] else { return };
         for (half, pair) in pairs.into_iter().enumerate() {
             let parts = k.split(pair);
             for (element, part) in cell.pair(half).into_iter().zip(parts) {

@@ -39,11 +39,11 @@ impl RuleParameters {
         head: Reg<U32>,
         split: Option<Reg<U32>>,
     ) -> Option<Reg<F32>> {
-        use ptx::Choose;
+        use ptx::Select;
         let sink = self.sinks.map(|sinks| sinks.of(k, head))?;
         Some(match split {
             None => sink,
-            Some(index) => k.eval(index.equals(0).choose::<F32>(sink, f32::NEG_INFINITY)),
+            Some(index) => k.eval(index.equals(0).select::<F32>(sink, f32::NEG_INFINITY)),
         })
     }
 }

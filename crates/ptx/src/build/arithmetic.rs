@@ -25,17 +25,17 @@ impl Pair for E4M3x2 {}
 impl Pair for E5M2x2 {}
 
 /// Scalars made of two halves that are scalars too.
-pub trait Splits: Scalar {
+pub trait SplitHalves: Scalar {
     /// The type of each half.
     type Half: Scalar;
 }
-impl Splits for U64 {
+impl SplitHalves for U64 {
     type Half = U32;
 }
-impl Splits for F16x2 {
+impl SplitHalves for F16x2 {
     type Half = F16;
 }
-impl Splits for BF16x2 {
+impl SplitHalves for BF16x2 {
     type Half = BF16;
 }
 
@@ -110,7 +110,7 @@ impl Builder {
 
     /// Splits a register into its lower and its upper half.
     #[track_caller]
-    pub fn split<T: Splits>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
+    pub fn split<T: SplitHalves>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
         let (low, high) = (self.register::<T::Half>(), self.register::<T::Half>());
         self.push(Instruction::Split {
             low: low.register,
@@ -122,7 +122,7 @@ impl Builder {
 
     /// Joins two halves, the lower one first, into one register.
     #[track_caller]
-    pub fn join<T: Splits>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
+    pub fn join<T: SplitHalves>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
         let whole = self.register::<T>();
         let (low, high) = (low.into(), high.into());
         self.push(Instruction::Join { dst: whole.register, low, high });
@@ -148,12 +148,6 @@ impl Builder {
     /// Computes `2^a`.
     #[track_caller]
     pub fn exp2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
-        self.unary(UnaryOperation::Exp2, a)
-    }
-
-    /// Computes `2^a` of both halves.
-    #[track_caller]
-    pub fn exp2_packed<T: PackedHalf>(&mut self, a: Reg<T>) -> Reg<T> {
         self.unary(UnaryOperation::Exp2, a)
     }
 
@@ -195,12 +189,6 @@ impl Builder {
     #[track_caller]
     pub fn multiply_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
         self.both_halves(BinaryOperation::Multiply, a, b)
-    }
-
-    /// Takes the maximum of each half.
-    #[track_caller]
-    pub fn maximum_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
-        self.both_halves(BinaryOperation::Maximum, a, b)
     }
 
     /// Rounds two numbers into one packed register.
@@ -247,7 +235,7 @@ impl Builder {
     /// Rounds an `f32` to `bf16`, in software on targets without an instruction for it.
     #[track_caller]
     pub fn round_to_bf16(&mut self, a: impl Into<Value<F32>>) -> Reg<BF16> {
-        use crate::{Capability, Choose, Expression};
+        use crate::{Capability, Expression, Select};
         let a = self.eval(a);
         if self.target().has(Capability::Bf16) {
             return self.eval(a.convert::<BF16>());
@@ -258,7 +246,7 @@ impl Builder {
         let last = self.eval((bits >> 16) & 1);
         let rounded = self.eval((bits + 0x7FFF + last) >> 16);
         let is_nan = self.eval(a.differs(a));
-        let result = self.eval(is_nan.choose::<U32>(0x7FFF, rounded));
+        let result = self.eval(is_nan.select::<U32>(0x7FFF, rounded));
         let (low, high) = (self.register::<BF16>(), self.register::<BF16>());
         self.push(Instruction::Split {
             low: low.register,
@@ -273,13 +261,13 @@ impl Builder {
     #[track_caller]
     pub fn pack_int8(&mut self, low: Reg<F32>, high: Reg<F32>) -> Reg<F16> {
         use crate::float8::{Int8, ROUND_TO_INTEGER};
-        use crate::{Choose, Expression};
+        use crate::{Expression, Select};
         let [low, high] = [low, high].map(|number| {
             // The bounds also keep the assembler from contracting the addition with a preceding
             // multiplication.
             let bounded = number.maximum(-Int8::LARGEST).minimum(Int8::LARGEST);
             let rounded = self.eval((bounded + ROUND_TO_INTEGER).reinterpret::<U32>());
-            self.eval(number.differs(number).choose::<U32>(0, rounded))
+            self.eval(number.differs(number).select::<U32>(0, rounded))
         });
         let bytes = self.permute_bytes(low, high, 0x40);
         let bytes = self.eval(bytes.reinterpret::<F16x2>());

@@ -12,7 +12,7 @@ mod memory;
 mod packed;
 mod role;
 
-pub use arithmetic::{Fused, Pair, Splits};
+pub use arithmetic::{Fused, Pair, SplitHalves};
 pub use copy::CopyHint;
 pub use memory::{LoadHint, StoreHint};
 pub use packed::Packed;
@@ -22,10 +22,10 @@ use std::panic::Location;
 
 use crate::value::{Node, Value, peel_offset};
 use crate::{
-    Address, AddressOf, Axis, BinaryOperation, Block, GlobalAddress, Instruction, Invalid, Operand,
-    Parameter, ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar,
-    SharedAddress, SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32,
-    U64,
+    Address, AddressOf, Axis, BinaryOperation, Block, GlobalAddress, Instruction, Operand,
+    Parameter, ParameterId, ParameterKind, Pred, Program, Reg, Register, Scalar, SharedAddress,
+    SharedRegion, SourceLocation, SpecialRegister, Statement, StatementKind, Target, TensorBox,
+    Type, U32, U64, ValidationError,
 };
 
 /// The writer of one kernel: its methods append instructions and control flow to a [`Program`].
@@ -57,7 +57,7 @@ pub struct Builder {
     /// The number of groups of [`Instruction::Wgmma`]s committed so far.
     pub(crate) wgmma_groups: u32,
     /// The first misuse of the builder or of the tile types, which [`Builder::finish`] returns.
-    misuse: Option<Invalid>,
+    misuse: Option<ValidationError>,
 }
 
 impl Builder {
@@ -116,7 +116,7 @@ impl Builder {
     }
 
     /// Finishes the kernel and validates it.
-    pub fn finish(mut self) -> Result<Program, Invalid> {
+    pub fn finish(mut self) -> Result<Program, ValidationError> {
         if let Some(misuse) = self.misuse {
             return Err(misuse);
         }
@@ -130,14 +130,14 @@ impl Builder {
     #[track_caller]
     pub(crate) fn misuse(&mut self, text: impl Into<String>) {
         let place = Location::caller();
-        self.misuse.get_or_insert_with(|| Invalid::misuse(text.into(), place));
+        self.misuse.get_or_insert_with(|| ValidationError::misuse(text.into(), place));
     }
 
     // ---- parameters and shared memory ------------------------------------
 
     /// Declares the next kernel parameter, a number or a global address, and reads it.
     #[track_caller]
-    pub fn parameter<T: Scalar + Passed>(&mut self, name: &str) -> Reg<T> {
+    pub fn parameter<T: Scalar + ParameterType>(&mut self, name: &str) -> Reg<T> {
         let parameter = self.declare(name, T::KIND);
         let dst = self.register::<T>();
         self.push(Instruction::ReadParameter { dst: dst.register, parameter });
@@ -199,7 +199,7 @@ impl Builder {
         self.append(StatementKind::Instruction(instruction), Location::caller());
     }
 
-    fn append(&mut self, kind: StatementKind, place: Place) {
+    fn append(&mut self, kind: StatementKind, place: SourceLocation) {
         let block = self.open.last_mut().expect("the body is always open");
         block.push(Statement { kind, place });
     }
@@ -251,7 +251,7 @@ impl Builder {
     fn emit(&mut self, node: Node) -> Operand {
         let ty = match &node {
             Node::Operand(operand) => return *operand,
-            Node::Wrong(text) => {
+            Node::Misuse(text) => {
                 self.misuse(text);
                 return Operand::Immediate(0);
             }
@@ -271,7 +271,7 @@ impl Builder {
     #[track_caller]
     fn emit_into(&mut self, dst: Register, node: Node) {
         let instruction = match node {
-            Node::Operand(_) | Node::Wrong(_) => Instruction::Move { dst, src: self.emit(node) },
+            Node::Operand(_) | Node::Misuse(_) => Instruction::Move { dst, src: self.emit(node) },
             Node::Reinterpret(_, inner) => Instruction::Move { dst, src: self.emit(*inner) },
             Node::Unary(operation, ty, a) => {
                 Instruction::Unary { operation, ty, dst, a: self.emit(*a) }
@@ -317,7 +317,7 @@ impl Builder {
 
     /// Reads a 32-bit special register.
     #[track_caller]
-    pub fn special(&mut self, special: Special) -> Reg<U32> {
+    pub fn special(&mut self, special: SpecialRegister) -> Reg<U32> {
         let dst = self.register();
         self.push(Instruction::ReadSpecial { dst: dst.register, special });
         dst
@@ -325,7 +325,7 @@ impl Builder {
 
     /// Reads a 64-bit special register.
     #[track_caller]
-    pub fn special_wide(&mut self, special: Special) -> Reg<U64> {
+    pub fn special_wide(&mut self, special: SpecialRegister) -> Reg<U64> {
         let dst = self.register();
         self.push(Instruction::ReadSpecial { dst: dst.register, special });
         dst
@@ -334,25 +334,25 @@ impl Builder {
     /// Returns the thread's index in its block.
     #[track_caller]
     pub fn thread_index(&mut self) -> Reg<U32> {
-        self.special(Special::Thread(Axis::X))
+        self.special(SpecialRegister::Thread(Axis::X))
     }
 
     /// Returns the block's index in the grid, along x.
     #[track_caller]
     pub fn block_index(&mut self) -> Reg<U32> {
-        self.special(Special::Block(Axis::X))
+        self.special(SpecialRegister::Block(Axis::X))
     }
 
     /// Returns the thread's lane in its warp.
     #[track_caller]
     pub fn lane(&mut self) -> Reg<U32> {
-        self.special(Special::Lane)
+        self.special(SpecialRegister::Lane)
     }
 
     /// Returns the block's rank in its cluster.
     #[track_caller]
     pub fn cluster_rank(&mut self) -> Reg<U32> {
-        self.special(Special::ClusterRank)
+        self.special(SpecialRegister::ClusterRank)
     }
 
     // ---- control flow --------------------------------------------------------
@@ -389,7 +389,7 @@ impl Builder {
         condition: Value<Pred>,
         then: impl FnOnce(&mut Self),
         otherwise: impl FnOnce(&mut Self),
-        place: Place,
+        place: SourceLocation,
     ) {
         let condition = self.eval(condition).register;
         let then = self.block(then);
@@ -463,7 +463,7 @@ impl Node {
     /// Returns the type of an operator's result; a bare constant has no type of its own.
     fn ty(&self) -> Type {
         match self {
-            Node::Operand(_) | Node::Wrong(_) => unreachable!("asked of operators only"),
+            Node::Operand(_) | Node::Misuse(_) => unreachable!("asked of operators only"),
             Node::Unary(_, ty, _) | Node::Binary(_, ty, _, _) => *ty,
             Node::Compare(..) => Type::Pred,
             Node::Select(ty, ..) | Node::Reinterpret(ty, _) | Node::Convert(_, ty, _) => *ty,
@@ -481,14 +481,14 @@ pub struct TensorMap {
 }
 
 /// Types of values that can be passed as a kernel parameter.
-pub trait Passed {
+pub trait ParameterType {
     /// The kind of parameter.
     const KIND: ParameterKind;
 }
 
 macro_rules! passed {
     ($($marker:ident),*) => {$(
-        impl Passed for crate::$marker {
+        impl ParameterType for crate::$marker {
             const KIND: ParameterKind = ParameterKind::Scalar(Type::$marker);
         }
     )*};
@@ -496,6 +496,6 @@ macro_rules! passed {
 
 passed!(U32, S32, U64, S64, F32);
 
-impl Passed for GlobalAddress {
+impl ParameterType for GlobalAddress {
     const KIND: ParameterKind = ParameterKind::Address;
 }

@@ -67,7 +67,7 @@ pub enum Instruction {
     /// Joins two halves into a 32- or 64-bit register.
     Join { dst: Register, low: Operand, high: Operand },
     /// Reads a special register.
-    ReadSpecial { dst: Register, special: Special },
+    ReadSpecial { dst: Register, special: SpecialRegister },
     /// Reads a scalar kernel parameter.
     ReadParameter { dst: Register, parameter: ParameterId },
     /// Gives the generic address of a tensor map that is a kernel parameter.

@@ -83,9 +83,9 @@ pub enum Comparison {
     Unordered,
 }
 
-/// Special registers.
+/// A special register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Special {
+pub enum SpecialRegister {
     /// The thread's index in its block, along x, y or z.
     Thread(Axis),
     /// The block's extent in threads.
@@ -118,10 +118,10 @@ pub enum Special {
     GlobalTimer,
 }
 
-impl Special {
+impl SpecialRegister {
     /// Returns whether the register is 64 bits wide.
     pub const fn is_wide(self) -> bool {
-        matches!(self, Special::Clock64 | Special::GlobalTimer)
+        matches!(self, SpecialRegister::Clock64 | SpecialRegister::GlobalTimer)
     }
 }
 

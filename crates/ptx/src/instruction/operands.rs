@@ -1,7 +1,7 @@
 //! The operands of each instruction: which registers and constants it reads and writes, and of
 //! which type.
 
-use super::{Accumulate, Instruction, Special, WgmmaA};
+use super::{Accumulate, Instruction, SpecialRegister, WgmmaA};
 use crate::{Address, BinaryOperation, Element, Operand, Register, Space, Type};
 
 /// The kind of access that an instruction makes to an operand.
@@ -412,6 +412,6 @@ fn packed(element: Element) -> Expected {
     Expected::Type(element.packed())
 }
 
-fn special_type(special: Special) -> Expected {
+fn special_type(special: SpecialRegister) -> Expected {
     Expected::Type(if special.is_wide() { Type::U64 } else { Type::U32 })
 }

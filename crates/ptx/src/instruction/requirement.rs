@@ -1,8 +1,8 @@
 //! The hardware feature and the PTX version that each instruction needs.
 
 use super::{
-    BinaryOperation, Instruction, LoadCache, LoadOrder, MmaShape, Scope, Special, StoreCache,
-    StoreOrder, UnaryOperation,
+    BinaryOperation, Instruction, LoadCache, LoadOrder, MmaShape, Scope, SpecialRegister,
+    StoreCache, StoreOrder, UnaryOperation,
 };
 use crate::{Capability, Element, Register, Space, Type, Version};
 
@@ -77,10 +77,10 @@ impl Instruction {
             I::ConvertPacked { .. } => Requirement::new(C::Fp8Conversion, 8, 1),
             I::ReadSpecial {
                 special:
-                    Special::Cluster(_)
-                    | Special::ClusterGridExtent(_)
-                    | Special::ClusterRank
-                    | Special::ClusterSize,
+                    SpecialRegister::Cluster(_)
+                    | SpecialRegister::ClusterGridExtent(_)
+                    | SpecialRegister::ClusterRank
+                    | SpecialRegister::ClusterSize,
                 ..
             } => Requirement::new(C::Clusters, 7, 8),
             I::TensorMapAddress { .. } => Requirement::new(C::TensorCopies, 8, 0),

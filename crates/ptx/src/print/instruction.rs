@@ -616,7 +616,7 @@ fn compare(comparison: Comparison, ty: Type) -> &'static str {
     }
 }
 
-fn special_name(special: Special) -> String {
+fn special_name(special: SpecialRegister) -> String {
     let along = |name: &str, axis: Axis| {
         let axis = match axis {
             Axis::X => "x",
@@ -626,21 +626,21 @@ fn special_name(special: Special) -> String {
         format!("%{name}.{axis}")
     };
     match special {
-        Special::Thread(axis) => along("tid", axis),
-        Special::BlockExtent(axis) => along("ntid", axis),
-        Special::Block(axis) => along("ctaid", axis),
-        Special::GridExtent(axis) => along("nctaid", axis),
-        Special::Cluster(axis) => along("clusterid", axis),
-        Special::ClusterGridExtent(axis) => along("nclusterid", axis),
-        Special::ClusterRank => "%cluster_ctarank".to_owned(),
-        Special::ClusterSize => "%cluster_nctarank".to_owned(),
-        Special::Lane => "%laneid".to_owned(),
-        Special::LanesBefore => "%lanemask_lt".to_owned(),
-        Special::Multiprocessor => "%smid".to_owned(),
-        Special::MultiprocessorCount => "%nsmid".to_owned(),
-        Special::Clock => "%clock".to_owned(),
-        Special::Clock64 => "%clock64".to_owned(),
-        Special::GlobalTimer => "%globaltimer".to_owned(),
+        SpecialRegister::Thread(axis) => along("tid", axis),
+        SpecialRegister::BlockExtent(axis) => along("ntid", axis),
+        SpecialRegister::Block(axis) => along("ctaid", axis),
+        SpecialRegister::GridExtent(axis) => along("nctaid", axis),
+        SpecialRegister::Cluster(axis) => along("clusterid", axis),
+        SpecialRegister::ClusterGridExtent(axis) => along("nclusterid", axis),
+        SpecialRegister::ClusterRank => "%cluster_ctarank".to_owned(),
+        SpecialRegister::ClusterSize => "%cluster_nctarank".to_owned(),
+        SpecialRegister::Lane => "%laneid".to_owned(),
+        SpecialRegister::LanesBefore => "%lanemask_lt".to_owned(),
+        SpecialRegister::Multiprocessor => "%smid".to_owned(),
+        SpecialRegister::MultiprocessorCount => "%nsmid".to_owned(),
+        SpecialRegister::Clock => "%clock".to_owned(),
+        SpecialRegister::Clock64 => "%clock64".to_owned(),
+        SpecialRegister::GlobalTimer => "%globaltimer".to_owned(),
     }
 }
 

@@ -286,15 +286,15 @@ fn bits_type(ty: Type) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Builder, Choose, Expression, F32, GlobalAddress, Target, U32};
+    use crate::{Builder, Expression, F32, GlobalAddress, Select, Target, U32};
 
     #[test]
     fn what_differs_from_nan_is_all_floats() {
         let mut k = Builder::new("kernel", Target::SM_80, 32);
         let out = k.parameter::<GlobalAddress>("out");
         let (number, float) = (k.load::<U32, _>(out), k.load::<F32, _>(out + 4));
-        let numbers = k.eval(number.differs(1).choose::<U32>(1, 0));
-        let floats = k.eval(float.differs(1.0).choose::<U32>(1, 0));
+        let numbers = k.eval(number.differs(1).select::<U32>(1, 0));
+        let floats = k.eval(float.differs(1.0).select::<U32>(1, 0));
         k.store(out, numbers + floats);
         let text = super::print(&k.finish().unwrap());
         assert!(text.contains("setp.ne.u32") && text.contains("setp.neu.f32"), "{text}");

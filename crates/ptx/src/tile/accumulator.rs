@@ -1,9 +1,7 @@
 //! Accumulators and `A` operands of `wgmma`, in the registers of a warpgroup.
 
 use super::SharedTile;
-use crate::{
-    Builder, Element, F32, Instruction, PackedHalf, PackedSmall, Reg, Register, U32, Value,
-};
+use crate::{Builder, Element, F32, Instruction, PackedFp8, Reg, Register, U32, Value};
 
 /// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
 /// 128 threads of a warpgroup.
@@ -83,19 +81,10 @@ impl Accumulator {
         let column = k.eval(lane % 4 * 2);
         Position { row, column }
     }
-
-    /// Rounds the matrix to 16-bit elements. The result has the register layout of the `A` operand
-    /// of a following product over these columns, without any exchange between lanes.
-    #[track_caller]
-    pub fn to_fragment<T: PackedHalf + crate::Pair>(&self, k: &mut Builder) -> Fragment {
-        let registers =
-            self.registers.chunks(2).map(|pair| k.pack::<T>(pair[0], pair[1]).register).collect();
-        Fragment { element: T::ELEMENT, registers }
-    }
 }
 
 /// An upper bound on the columns of an operand in registers: a thread has only 255 registers.
-const MOST_COLUMNS: u32 = 1024;
+const MAX_COLUMNS: u32 = 1024;
 
 /// An `A` operand in registers: 64 rows by a multiple of 16 columns of 16-bit elements (32 of 8-bit
 /// ones), four registers for each such step.
@@ -113,10 +102,10 @@ impl Fragment {
     /// Creates a fragment of `columns` columns, not yet written.
     #[track_caller]
     pub fn new(k: &mut Builder, element: Element, columns: u32) -> Self {
-        if columns > MOST_COLUMNS {
+        if columns > MAX_COLUMNS {
             k.misuse(format!("an operand of {columns} columns in registers"));
         }
-        let count = columns.min(MOST_COLUMNS) * element.bytes() / 8;
+        let count = columns.min(MAX_COLUMNS) * element.bytes() / 8;
         let registers = (0..count).map(|_| k.register_of(element.packed())).collect();
         Fragment { element, registers }
     }
@@ -137,7 +126,7 @@ impl Fragment {
 
     /// Packs two pairs of 8-bit elements, four neighbours, into register `index`.
     #[track_caller]
-    pub fn set_four<T: PackedSmall>(&self, k: &mut Builder, index: usize, pairs: [Reg<T>; 2]) {
+    pub fn set_four<T: PackedFp8>(&self, k: &mut Builder, index: usize, pairs: [Reg<T>; 2]) {
         let Some(&dst) = self.registers.get(index).filter(|_| self.element == T::ELEMENT) else {
             let (element, count) = (self.element, self.registers.len());
             return k.misuse(format!("{} into register {index} of {count} {element}", T::ELEMENT));

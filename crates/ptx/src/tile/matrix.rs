@@ -72,7 +72,7 @@ impl<T> InFlight<T> {
 /// A product whose descriptors are already computed ([`Builder::prepare_product`]), so that
 /// starting it takes no address arithmetic.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedProduct {
     a: MatrixA,
     b: Matrix,
     /// The descriptors of the first 32-byte step along the inner extent; `first_a` is `None` for an
@@ -150,7 +150,7 @@ impl Builder {
     /// Computes the descriptors of a product's operands ahead of its start. The operands' data need
     /// not be in place yet.
     #[track_caller]
-    pub fn prepare_product(&mut self, a: impl Into<MatrixA>, b: Matrix) -> Prepared {
+    pub fn prepare_product(&mut self, a: impl Into<MatrixA>, b: Matrix) -> PreparedProduct {
         let mut first = |matrix: &Matrix, side| {
             let encoded = self.encode_address(matrix.tile.address);
             Descriptor::of(matrix, side).at_step(self, encoded, 0)
@@ -160,12 +160,12 @@ impl Builder {
             MatrixA::Shared(matrix) => Some(first(matrix, Side::A)),
             MatrixA::Registers(_) => None,
         };
-        Prepared { first_b: first(&b, Side::B), a, b, first_a }
+        PreparedProduct { first_b: first(&b, Side::B), a, b, first_a }
     }
 
     /// Starts a prepared product into a new accumulator.
     #[track_caller]
-    pub fn wgmma_prepared(&mut self, prepared: &Prepared) -> InFlight<Accumulator> {
+    pub fn wgmma_prepared(&mut self, prepared: &PreparedProduct) -> InFlight<Accumulator> {
         let accumulator = Accumulator::new(self, prepared.b.columns());
         self.issue_prepared(&accumulator, Accumulate::No, prepared);
         InFlight { group: self.commit_products(), accumulator }
@@ -178,7 +178,7 @@ impl Builder {
         &mut self,
         accumulator: &'a mut Accumulator,
         accumulate: Accumulate,
-        prepared: &Prepared,
+        prepared: &PreparedProduct,
     ) -> InFlight<&'a mut Accumulator> {
         self.issue_prepared(accumulator, accumulate, prepared);
         InFlight { group: self.commit_products(), accumulator }
@@ -189,9 +189,9 @@ impl Builder {
         &mut self,
         accumulator: &Accumulator,
         accumulate: Accumulate,
-        prepared: &Prepared,
+        prepared: &PreparedProduct,
     ) {
-        let Prepared { a, b, first_a, first_b } = prepared;
+        let PreparedProduct { a, b, first_a, first_b } = prepared;
         self.push(Instruction::WgmmaFence);
         self.issue_steps(accumulator, accumulate, a, *b, |k, matrix, side, step| {
             let first = match side {

@@ -15,10 +15,10 @@ mod warp;
 
 pub use accumulator::{Accumulator, Fragment, Position};
 pub use layout::{Swizzle, TensorBox, TileLayout};
-pub use matrix::{InFlight, Matrix, MatrixA, Prepared};
-pub use pipeline::{Barriers, Consumer, Pipeline, Producer};
+pub use matrix::{InFlight, Matrix, MatrixA, PreparedProduct};
+pub use pipeline::{Consumer, Mbarriers, Pipeline, Producer};
 pub use shared::{SharedTile, SharedTiles};
 pub use warp::{
-    ChunkPlace, FragmentA, FragmentB, MatrixLanes, MatrixOrder, MmaCell, MmaSum, RowCopies,
+    ChunkPlace, FragmentA, FragmentB, MatrixLanes, MatrixOrder, MmaAccumulator, MmaCell, RowCopies,
     SteppedLanes, TileReader, TileRing, TileWriter, WarpAccumulator, WarpFragment,
 };

@@ -6,18 +6,18 @@
 //! index and a phase.
 
 use crate::{
-    Builder, Choose, Expression, Fence, Instruction, Operand, Reg, Scope, SharedAddress, U32, Value,
+    Builder, Expression, Fence, Instruction, Operand, Reg, Scope, Select, SharedAddress, U32, Value,
 };
 
 /// An array of mbarriers in shared memory, 8 bytes each.
 #[derive(Clone, Debug)]
-pub struct Barriers {
+pub struct Mbarriers {
     offset: u32,
     count: u32,
     arrivals: u32,
 }
 
-impl Barriers {
+impl Mbarriers {
     /// Reserves `count` mbarriers whose phases end after `arrivals` arrivals (and after all
     /// expected bytes have arrived).
     #[track_caller]
@@ -27,7 +27,7 @@ impl Barriers {
             count = 1;
         }
         let offset = k.shared(name, 8 * count, 8);
-        Barriers { offset, count, arrivals }
+        Mbarriers { offset, count, arrivals }
     }
 
     /// Initialises the mbarriers. One thread calls this; [`Builder::barriers_ready`] then makes the
@@ -68,8 +68,8 @@ impl Builder {
 /// mbarriers. The data itself lives elsewhere, for example in [`SharedTiles`](crate::SharedTiles).
 #[derive(Clone, Debug)]
 pub struct Pipeline {
-    full: Barriers,
-    empty: Barriers,
+    full: Mbarriers,
+    empty: Mbarriers,
     stages: u32,
 }
 
@@ -91,8 +91,8 @@ impl Pipeline {
         producers: u32,
         consumers: u32,
     ) -> Self {
-        let full = Barriers::new(k, &format!("{name} full"), stages, producers);
-        let empty = Barriers::new(k, &format!("{name} empty"), stages, consumers);
+        let full = Mbarriers::new(k, &format!("{name} full"), stages, producers);
+        let empty = Mbarriers::new(k, &format!("{name} empty"), stages, consumers);
         Pipeline { full, empty, stages }
     }
 
@@ -112,7 +112,7 @@ impl Pipeline {
 
     /// Creates the producer's side of this pipeline on top of that of another pipeline with as many
     /// stages. Both share one stage index and phase; advancing either advances both.
-    pub fn producer_beside(&self, other: &Producer) -> Producer {
+    pub fn producer_sharing_state(&self, other: &Producer) -> Producer {
         let Cursor { stage, phase, .. } = other.cursor;
         Producer { cursor: Cursor { pipeline: self.clone(), stage, phase } }
     }
@@ -133,7 +133,7 @@ impl Pipeline {
     /// Releases a stage to the producer with one arrival. Every thread calls this; those where
     /// `arrives` holds arrive.
     #[track_caller]
-    pub fn give_back(
+    pub fn release_stage(
         &self,
         k: &mut Builder,
         stage: impl Into<Value<U32>>,
@@ -174,8 +174,8 @@ impl Cursor {
         }
         let next = k.eval(self.stage + 1);
         let around = k.eval(next.equals(self.pipeline.stages));
-        k.set(self.stage, around.choose::<U32>(0, next));
-        k.set(self.phase, around.choose::<U32>(self.phase ^ 1, self.phase));
+        k.set(self.stage, around.select::<U32>(0, next));
+        k.set(self.phase, around.select::<U32>(self.phase ^ 1, self.phase));
     }
 }
 
@@ -205,7 +205,7 @@ impl Producer {
 
     /// Arrives at the stage's full barrier, for a stage that ordinary stores filled.
     #[track_caller]
-    pub fn publish(&self, k: &mut Builder) {
+    pub fn commit(&self, k: &mut Builder) {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
         k.mbarrier_arrive(full);
     }
@@ -213,7 +213,7 @@ impl Producer {
     /// Arrives at the stage's full barrier as one of several producers. Every thread calls this;
     /// those where `arrives` holds arrive.
     #[track_caller]
-    pub fn publish_if(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
+    pub fn commit_if(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
         let address = crate::Address { base: full.register, offset: 0 };
         let space = crate::Space::Shared;
@@ -268,27 +268,27 @@ impl Consumer {
     /// this; those where `arrives` holds arrive.
     #[track_caller]
     pub fn release(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
-        self.give_back(k, self.cursor.stage, arrives);
+        self.release_stage(k, self.cursor.stage, arrives);
         self.cursor.advance(k);
     }
 
     /// Advances to the next stage without releasing the current one, which
-    /// [`give_back`](Consumer::give_back) releases later.
+    /// [`release_stage`](Consumer::release_stage) releases later.
     #[track_caller]
-    pub fn keep(&self, k: &mut Builder) {
+    pub fn advance(&self, k: &mut Builder) {
         self.cursor.advance(k);
     }
 
-    /// Releases a stage that [`keep`](Consumer::keep) passed over, as
+    /// Releases a stage that [`advance`](Consumer::advance) passed over, as
     /// [`release`](Consumer::release) does.
     #[track_caller]
-    pub fn give_back(
+    pub fn release_stage(
         &self,
         k: &mut Builder,
         stage: Reg<U32>,
         arrives: impl Into<Value<crate::Pred>>,
     ) {
-        self.cursor.pipeline.give_back(k, stage, arrives);
+        self.cursor.pipeline.release_stage(k, stage, arrives);
     }
 
     /// Releases the current stage and advances, for a stage that several blocks of the cluster fill

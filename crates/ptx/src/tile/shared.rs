@@ -27,7 +27,7 @@ impl SharedTiles {
     /// Reserves shared memory for `stages` tiles.
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, stages: u32) -> Self {
-        let layout = possible(k, name, layout);
+        let layout = checked_layout(k, name, layout);
         let offset = k.shared(name, stride(layout).saturating_mul(stages), layout.alignment());
         SharedTiles { layout, offset, stages }
     }
@@ -75,7 +75,7 @@ fn stride(layout: TileLayout) -> u32 {
 /// Returns the layout, or reports a misuse and returns the smallest layout if shared memory has no
 /// room for it: what is built from there on is refused anyway and should stay small.
 #[track_caller]
-pub(super) fn possible(k: &mut Builder, name: &str, layout: TileLayout) -> TileLayout {
+pub(super) fn checked_layout(k: &mut Builder, name: &str, layout: TileLayout) -> TileLayout {
     let TileLayout { rows, columns, .. } = layout;
     if (1..=k.target().shared_memory_limit()).contains(&layout.bytes()) {
         return layout;
@@ -106,15 +106,6 @@ impl SharedTile {
         }
         let address = k.eval(self.address + start.into() * self.layout.swizzle.width());
         SharedTile { address, rows: count.min(self.rows), ..*self }
-    }
-
-    /// Returns a view of the first `count` columns.
-    #[track_caller]
-    pub fn first_columns(&self, k: &mut Builder, count: u32) -> SharedTile {
-        if count > self.columns {
-            k.misuse(format!("{count} columns of a tile with {}", self.columns));
-        }
-        SharedTile { columns: count.min(self.columns), ..*self }
     }
 
     /// Returns a view of one panel: as many columns as the swizzle is wide.

@@ -2,34 +2,34 @@
 
 use std::fmt;
 
-use crate::{Capability, Expected, Place, Register, Target, Type};
+use crate::{Capability, Expected, Register, SourceLocation, Target, Type};
 
 /// The error of an invalid program: the fault and its place in the kernel's source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Invalid {
+pub struct ValidationError {
     /// The fault.
     pub fault: Fault,
     /// The place where the statement was written, or `None` for a fault of the whole program.
-    pub place: Option<Place>,
+    pub place: Option<SourceLocation>,
 }
 
-impl Invalid {
-    pub(crate) fn at(fault: Fault, place: Place) -> Self {
-        Invalid { fault, place: Some(place) }
+impl ValidationError {
+    pub(crate) fn at(fault: Fault, place: SourceLocation) -> Self {
+        ValidationError { fault, place: Some(place) }
     }
 
-    pub(crate) fn misuse(text: String, place: Place) -> Self {
-        Invalid::at(Fault::Misuse { text }, place)
+    pub(crate) fn misuse(text: String, place: SourceLocation) -> Self {
+        ValidationError::at(Fault::Misuse { text }, place)
     }
 }
 
-impl From<Fault> for Invalid {
+impl From<Fault> for ValidationError {
     fn from(fault: Fault) -> Self {
-        Invalid { fault, place: None }
+        ValidationError { fault, place: None }
     }
 }
 
-impl fmt::Display for Invalid {
+impl fmt::Display for ValidationError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(place) = self.place {
             write!(f, "{place}: ")?;
@@ -38,7 +38,7 @@ impl fmt::Display for Invalid {
     }
 }
 
-impl std::error::Error for Invalid {}
+impl std::error::Error for ValidationError {}
 
 /// A fault of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,13 +70,13 @@ pub enum Fault {
     /// A break outside of any loop.
     BreakOutsideLoop,
     /// A register of a `wgmma` in flight that is touched before the wait.
-    InFlight { register: Register, issued: Place },
+    InFlight { register: Register, issued: SourceLocation },
     /// A `wgmma` whose registers were touched after the last `wgmma.fence`.
     Unfenced { register: Register },
     /// A `wgmma` that was issued but not committed into a group.
-    Uncommitted { issued: Place },
+    Uncommitted { issued: SourceLocation },
     /// A group of `wgmma`s that is still in flight at the end of the program.
-    NeverWaited { issued: Place },
+    NeverWaited { issued: SourceLocation },
     /// Register budgets of roles that together exceed the registers of the block.
     RegisterBudget { wanted: u32, available: u32 },
 }

@@ -6,36 +6,37 @@
 
 use std::collections::BTreeSet;
 
-use super::error::{Fault, Invalid};
+use super::error::{Fault, ValidationError};
 use crate::{
-    Access, Accumulate, Block, Instruction, Operand, Place, Program, Register, StatementKind,
+    Access, Accumulate, Block, Instruction, Operand, Program, Register, SourceLocation,
+    StatementKind,
 };
 
-pub(super) fn check(program: &Program) -> Result<(), Invalid> {
+pub(super) fn check(program: &Program) -> Result<(), ValidationError> {
     let mut walk = Walk { program, breaks: Vec::new() };
     let mut state = State::new(program.registers.len());
     walk.block(&program.body, &mut state)?;
     if let Some(issued) = state.open.first().map(|product| product.issued) {
-        return Err(Invalid::at(Fault::Uncommitted { issued }, issued));
+        return Err(ValidationError::at(Fault::Uncommitted { issued }, issued));
     }
     if let Some(product) = state.groups.iter().flatten().next() {
         let issued = product.issued;
-        return Err(Invalid::at(Fault::NeverWaited { issued }, issued));
+        return Err(ValidationError::at(Fault::NeverWaited { issued }, issued));
     }
     Ok(())
 }
 
 /// The number of groups that are told apart: a wait can leave at most 7 in flight, and all older
 /// groups are handled as one.
-const MOST_GROUPS: usize = 8;
+const MAX_GROUPS: usize = 8;
 
 /// The facts known at a point of the program.
 #[derive(Clone)]
 struct State {
     /// The registers that every path has written.
-    assigned: Bits,
+    assigned: RegisterSet,
     /// The registers that other instructions may have touched since the last `wgmma.fence`.
-    touched: Bits,
+    touched: RegisterSet,
     /// The products that were issued and not yet committed.
     open: Vec<Product>,
     /// The committed groups that may be in flight, oldest first.
@@ -47,14 +48,14 @@ struct Product {
     registers: BTreeSet<Register>,
     /// The accumulator, to which a following product may add without a wait.
     accumulator: Vec<Register>,
-    issued: Place,
+    issued: SourceLocation,
 }
 
 impl State {
     fn new(registers: usize) -> Self {
         State {
-            assigned: Bits::new(registers),
-            touched: Bits::new(registers),
+            assigned: RegisterSet::new(registers),
+            touched: RegisterSet::new(registers),
             open: Vec::new(),
             groups: Vec::new(),
         }
@@ -78,7 +79,7 @@ impl State {
     /// Merges the oldest groups, which no wait tells apart, so that a loop that commits one more
     /// group in each iteration reaches a fixed point.
     fn join_oldest(&mut self) {
-        while self.groups.len() > MOST_GROUPS {
+        while self.groups.len() > MAX_GROUPS {
             let oldest = self.groups.remove(0);
             add_products(&mut self.groups[0], &oldest);
         }
@@ -103,7 +104,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn block(&mut self, block: &Block, state: &mut State) -> Result<(), Invalid> {
+    fn block(&mut self, block: &Block, state: &mut State) -> Result<(), ValidationError> {
         for statement in block {
             let place = statement.place;
             match &statement.kind {
@@ -128,7 +129,7 @@ impl Walk<'_> {
                     self.read(*condition, state, place)?;
                     match self.breaks.last_mut() {
                         Some(states) => states.push(state.clone()),
-                        None => return Err(Invalid::at(Fault::BreakOutsideLoop, place)),
+                        None => return Err(ValidationError::at(Fault::BreakOutsideLoop, place)),
                     }
                 }
             }
@@ -138,7 +139,7 @@ impl Walk<'_> {
 
     /// Walks a loop until the state at its head, merged with the state at the end of its body, no
     /// longer changes.
-    fn repeat(&mut self, body: &Block, state: &mut State) -> Result<(), Invalid> {
+    fn repeat(&mut self, body: &Block, state: &mut State) -> Result<(), ValidationError> {
         loop {
             let head = state.clone();
             self.breaks.push(Vec::new());
@@ -163,10 +164,15 @@ impl Walk<'_> {
         }
     }
 
-    fn read(&self, register: Register, state: &mut State, place: Place) -> Result<(), Invalid> {
+    fn read(
+        &self,
+        register: Register,
+        state: &mut State,
+        place: SourceLocation,
+    ) -> Result<(), ValidationError> {
         let ty = self.program.type_of(register);
         if !state.assigned.has(register) {
-            return Err(Invalid::at(Fault::Unassigned { register, ty }, place));
+            return Err(ValidationError::at(Fault::Unassigned { register, ty }, place));
         }
         state.touched.add(register);
         Ok(())
@@ -176,8 +182,8 @@ impl Walk<'_> {
         &self,
         instruction: &Instruction,
         state: &mut State,
-        place: Place,
-    ) -> Result<(), Invalid> {
+        place: SourceLocation,
+    ) -> Result<(), ValidationError> {
         let mut accesses = Vec::new();
         let type_of = |register| self.program.type_of(register);
         instruction.operands(&type_of, &mut |access, operand, _| {
@@ -196,7 +202,7 @@ impl Walk<'_> {
                 && (access == Access::Write || product.accumulator.contains(&register))
             {
                 let issued = product.issued;
-                return Err(Invalid::at(Fault::InFlight { register, issued }, place));
+                return Err(ValidationError::at(Fault::InFlight { register, issued }, place));
             }
             match access {
                 Access::Write => {
@@ -230,8 +236,8 @@ impl Walk<'_> {
         reads_accumulator: bool,
         accesses: &[(Access, Register)],
         state: &mut State,
-        place: Place,
-    ) -> Result<(), Invalid> {
+        place: SourceLocation,
+    ) -> Result<(), ValidationError> {
         let mut registers = BTreeSet::new();
         for (access, register) in accesses {
             let (access, register) = (*access, *register);
@@ -243,10 +249,10 @@ impl Walk<'_> {
             let reads = access == Access::AsyncRead || reads_accumulator;
             if reads && !state.assigned.has(register) {
                 let ty = self.program.type_of(register);
-                return Err(Invalid::at(Fault::Unassigned { register, ty }, place));
+                return Err(ValidationError::at(Fault::Unassigned { register, ty }, place));
             }
             if state.touched.has(register) {
-                return Err(Invalid::at(Fault::Unfenced { register }, place));
+                return Err(ValidationError::at(Fault::Unfenced { register }, place));
             }
             // Products may chain through the same accumulator; they may not share registers in any
             // other way except as operands that both only read.
@@ -257,7 +263,7 @@ impl Walk<'_> {
             });
             if let Some(product) = clash {
                 let issued = product.issued;
-                return Err(Invalid::at(Fault::InFlight { register, issued }, place));
+                return Err(ValidationError::at(Fault::InFlight { register, issued }, place));
             }
             registers.insert(register);
         }
@@ -281,11 +287,11 @@ fn add_products(mine: &mut Vec<Product>, theirs: &[Product]) {
 
 /// A set of registers.
 #[derive(Clone)]
-struct Bits(Vec<u64>);
+struct RegisterSet(Vec<u64>);
 
-impl Bits {
+impl RegisterSet {
     fn new(count: usize) -> Self {
-        Bits(vec![0; count.div_ceil(64)])
+        RegisterSet(vec![0; count.div_ceil(64)])
     }
 
     fn has(&self, register: Register) -> bool {
@@ -300,13 +306,13 @@ impl Bits {
         self.0.fill(0);
     }
 
-    fn intersect(&mut self, other: &Bits) {
+    fn intersect(&mut self, other: &RegisterSet) {
         for (word, other) in self.0.iter_mut().zip(&other.0) {
             *word &= other;
         }
     }
 
-    fn unite(&mut self, other: &Bits) {
+    fn unite(&mut self, other: &RegisterSet) {
         for (word, other) in self.0.iter_mut().zip(&other.0) {
             *word |= other;
         }

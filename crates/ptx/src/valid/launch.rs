@@ -3,14 +3,14 @@
 
 use std::ops::Range;
 
-use super::error::{Fault, Invalid};
+use super::error::{Fault, ValidationError};
 use crate::{
     Block, Capability, Instruction, ParameterKind, Program, RegisterChange, Statement,
     StatementKind, Swizzle, Target, TensorBox,
 };
 
-pub(super) fn check(program: &Program) -> Result<(), Invalid> {
-    let launch = |text: String| Err(Invalid::from(Fault::Launch { text }));
+pub(super) fn check(program: &Program) -> Result<(), ValidationError> {
+    let launch = |text: String| Err(ValidationError::from(Fault::Launch { text }));
     let mut characters = program.name.chars();
     let starts = characters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
     if !starts || !characters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
@@ -63,8 +63,8 @@ fn name_fault(name: &str) -> Option<Fault> {
     })
 }
 
-fn check_shared(program: &Program) -> Result<(), Invalid> {
-    let fault = |text: String| Err(Invalid::from(Fault::SharedMemory { text }));
+fn check_shared(program: &Program) -> Result<(), ValidationError> {
+    let fault = |text: String| Err(ValidationError::from(Fault::SharedMemory { text }));
     let mut end = 0u64;
     for region in &program.shared {
         if let Some(fault) = name_fault(&region.name) {
@@ -87,7 +87,7 @@ fn check_shared(program: &Program) -> Result<(), Invalid> {
     Ok(())
 }
 
-fn check_parameters(program: &Program) -> Result<(), Invalid> {
+fn check_parameters(program: &Program) -> Result<(), ValidationError> {
     let mut bytes = 0u32;
     for parameter in &program.parameters {
         if let Some(fault) = name_fault(&parameter.name) {
@@ -181,7 +181,7 @@ fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
 
 /// Checks that all warps together hold no more registers than the block has, and that a program
 /// with register budgets bounds its registers at entry.
-fn check_budgets(program: &Program) -> Result<(), Invalid> {
+fn check_budgets(program: &Program) -> Result<(), ValidationError> {
     let available = program.block_registers();
     let entry = available / program.threads;
     let mut total = u64::from(available);

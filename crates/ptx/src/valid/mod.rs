@@ -30,12 +30,12 @@ mod flow;
 mod form;
 mod launch;
 
-pub use error::{Fault, Invalid};
+pub use error::{Fault, ValidationError};
 
 use crate::{Instruction, Operand, Program, StatementKind};
 
 /// Checks a program and returns the first fault found.
-pub fn validate(program: &Program) -> Result<(), Invalid> {
+pub fn validate(program: &Program) -> Result<(), ValidationError> {
     launch::check(program)?;
     let mut fault = None;
     program.visit(&mut |statement| {
@@ -51,7 +51,7 @@ pub fn validate(program: &Program) -> Result<(), Invalid> {
                 .or_else(|| launch::role_fault(program, name, warps, body)),
             StatementKind::Loop { .. } => None,
         };
-        fault = result.map(|fault| Invalid::at(fault, statement.place));
+        fault = result.map(|fault| ValidationError::at(fault, statement.place));
     });
     match fault {
         Some(invalid) => Err(invalid),

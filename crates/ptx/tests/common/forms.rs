@@ -167,7 +167,7 @@ impl Form {
     }
 
     /// Returns the form as a program for a target, or why it is invalid.
-    pub(crate) fn program(&self, target: Target) -> Result<Program, Invalid> {
+    pub(crate) fn program(&self, target: Target) -> Result<Program, ValidationError> {
         let mut scene = Scene::new(target);
         self.write(&mut scene);
         scene.k.finish()
@@ -176,7 +176,7 @@ impl Form {
 
 /// Writes forms one after another into one program, skipping those the target
 /// cannot have.
-pub(crate) fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Invalid> {
+pub(crate) fn all_in_one(forms: &[Form], target: Target) -> Result<Program, ValidationError> {
     let mut scene = Scene::new(target);
     for form in forms {
         if form.program(target).is_ok() {
@@ -356,24 +356,24 @@ fn arithmetic(forms: &mut Vec<Form>) {
     }));
     let axes = [Axis::X, Axis::Y, Axis::Z];
     let mut specials = vec![
-        Special::ClusterRank,
-        Special::ClusterSize,
-        Special::Lane,
-        Special::LanesBefore,
-        Special::Multiprocessor,
-        Special::MultiprocessorCount,
-        Special::Clock,
-        Special::Clock64,
-        Special::GlobalTimer,
+        SpecialRegister::ClusterRank,
+        SpecialRegister::ClusterSize,
+        SpecialRegister::Lane,
+        SpecialRegister::LanesBefore,
+        SpecialRegister::Multiprocessor,
+        SpecialRegister::MultiprocessorCount,
+        SpecialRegister::Clock,
+        SpecialRegister::Clock64,
+        SpecialRegister::GlobalTimer,
     ];
     for axis in axes {
         specials.extend([
-            Special::Thread(axis),
-            Special::BlockExtent(axis),
-            Special::Block(axis),
-            Special::GridExtent(axis),
-            Special::Cluster(axis),
-            Special::ClusterGridExtent(axis),
+            SpecialRegister::Thread(axis),
+            SpecialRegister::BlockExtent(axis),
+            SpecialRegister::Block(axis),
+            SpecialRegister::GridExtent(axis),
+            SpecialRegister::Cluster(axis),
+            SpecialRegister::ClusterGridExtent(axis),
         ]);
     }
     for special in specials {

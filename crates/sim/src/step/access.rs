@@ -6,7 +6,7 @@ use ptx::{Address, LoadCache, LoadOrder, Register, Scope, Space, StoreOrder};
 use crate::Measure;
 use crate::count::wavefronts;
 use crate::hazard::HazardKind;
-use crate::machine::{CLUSTER_WINDOW, Executor, SHARED_BASE, Step};
+use crate::machine::{CLUSTER_WINDOW, Executed, Executor, SHARED_BASE};
 use crate::shadow::{Observer, Source};
 use crate::warp::{Warp, lanes_of};
 
@@ -30,7 +30,7 @@ impl<'a> Executor<'_, 'a> {
         address: u32,
         bytes: u32,
         alignment: u32,
-    ) -> Step<(usize, usize)> {
+    ) -> Executed<(usize, usize)> {
         let (block, local) = match space {
             Space::Cluster if address >= CLUSTER_WINDOW => {
                 ((address / CLUSTER_WINDOW - 1) as usize, address % CLUSTER_WINDOW)
@@ -41,7 +41,7 @@ impl<'a> Executor<'_, 'a> {
             let text = format!("shared address {address:#x} is not a multiple of {alignment}");
             return Err(self.hazard(warp, Some(lane), HazardKind::Misaligned, text));
         }
-        let length = self.world.program.shared_bytes();
+        let length = self.grid_state.program.shared_bytes();
         let offset = local.wrapping_sub(SHARED_BASE);
         if offset > length || bytes > length - offset {
             let text = format!(
@@ -73,12 +73,12 @@ impl<'a> Executor<'_, 'a> {
         address: u64,
         bytes: u64,
         alignment: u64,
-    ) -> Step<(usize, usize)> {
+    ) -> Executed<(usize, usize)> {
         if !address.is_multiple_of(alignment) {
             let text = format!("global address {address:#x} is not a multiple of {alignment}");
             return Err(self.hazard(warp, Some(lane), HazardKind::Misaligned, text));
         }
-        self.world
+        self.grid_state
             .memory
             .locate(address, bytes)
             .map_err(|text| self.hazard(warp, Some(lane), HazardKind::OutOfBounds, text))
@@ -91,7 +91,7 @@ impl<'a> Executor<'_, 'a> {
         space: Space,
         address: u64,
         bytes: u32,
-    ) -> Step<Target> {
+    ) -> Executed<Target> {
         Ok(match space {
             Space::Global => {
                 let (buffer, offset) =
@@ -120,7 +120,7 @@ impl<'a> Executor<'_, 'a> {
                 &self.cluster.blocks[block].shared[offset..offset + bytes]
             }
             Target::Global { buffer, offset } => {
-                &self.world.memory.buffer(buffer).bytes[offset..offset + bytes]
+                &self.grid_state.memory.buffer(buffer).bytes[offset..offset + bytes]
             }
         };
         result[..bytes].copy_from_slice(source);
@@ -133,7 +133,9 @@ impl<'a> Executor<'_, 'a> {
                 self.cluster.blocks[block].shared[offset..offset + bytes.len()]
                     .copy_from_slice(bytes);
             }
-            Target::Global { buffer, offset } => self.world.memory.write(buffer, offset, bytes),
+            Target::Global { buffer, offset } => {
+                self.grid_state.memory.write(buffer, offset, bytes)
+            }
         }
     }
 
@@ -141,7 +143,7 @@ impl<'a> Executor<'_, 'a> {
         match target {
             Target::Shared { offset, .. } => self.shared_name(offset as u32 + SHARED_BASE),
             Target::Global { buffer, offset } => {
-                format!("byte {offset} of buffer {:?}", self.world.memory.buffer(buffer).name)
+                format!("byte {offset} of buffer {:?}", self.grid_state.memory.buffer(buffer).name)
             }
         }
     }
@@ -153,10 +155,10 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         dst: Register,
         address: Address,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = self.addresses(warp, Space::Global, address);
         self.count_access(warp, Space::Global, &addresses, 1, false);
-        let checked = self.world.checked;
+        let checked = self.grid_state.checked;
         let event = if checked { self.thread_event(warp, Source::Thread, "ld.global") } else { 0 };
         let mut values = [0; 32];
         for lane in lanes_of(warp.active) {
@@ -178,7 +180,7 @@ impl<'a> Executor<'_, 'a> {
         address: Address,
         order: LoadOrder,
         cache: LoadCache,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let width = warp.code.slots[dst[0].0 as usize].0.bits() / 8;
         let bytes = width * dst.len() as u32;
         let addresses = self.addresses(warp, space, address);
@@ -188,12 +190,12 @@ impl<'a> Executor<'_, 'a> {
             LoadOrder::Weak => Source::Thread,
             LoadOrder::Relaxed(scope) | LoadOrder::Acquire(scope) => Source::Atomic(scope),
         };
-        let event = if self.world.checked { self.thread_event(warp, source, what) } else { 0 };
+        let event = if self.grid_state.checked { self.thread_event(warp, source, what) } else { 0 };
         let read_only = matches!(cache, LoadCache::ReadOnly | LoadCache::ReadOnlyOnce);
         let mut values = [[0u8; 16]; 32];
         for lane in lanes_of(warp.active) {
             let target = self.target(warp, lane, space, addresses[lane as usize], bytes)?;
-            if self.world.checked {
+            if self.grid_state.checked {
                 if read_only {
                     self.check_read_only(warp, lane, target)?;
                 }
@@ -224,7 +226,7 @@ impl<'a> Executor<'_, 'a> {
                 }
             }
         }
-        if self.world.checked {
+        if self.grid_state.checked {
             let (scope, acquires) = match order {
                 LoadOrder::Weak => return Ok(()),
                 LoadOrder::Relaxed(scope) => (scope, false),
@@ -244,12 +246,12 @@ impl<'a> Executor<'_, 'a> {
         space: Space,
         address: Address,
         order: StoreOrder,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let width = warp.code.slots[src[0].0 as usize].0.bits() / 8;
         let bytes = width * src.len() as u32;
         let addresses = self.addresses(warp, space, address);
         self.count_access(warp, space, &addresses, bytes, true);
-        if self.world.checked {
+        if self.grid_state.checked {
             let (scope, releases) = match order {
                 StoreOrder::Weak => (Scope::Block, None),
                 StoreOrder::Relaxed(scope) => (scope, Some(false)),
@@ -264,7 +266,7 @@ impl<'a> Executor<'_, 'a> {
             StoreOrder::Weak => Source::Thread,
             StoreOrder::Relaxed(scope) | StoreOrder::Release(scope) => Source::Atomic(scope),
         };
-        let event = if self.world.checked { self.thread_event(warp, source, what) } else { 0 };
+        let event = if self.grid_state.checked { self.thread_event(warp, source, what) } else { 0 };
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
             let mut value = [0u8; 16];
@@ -281,7 +283,7 @@ impl<'a> Executor<'_, 'a> {
             }
             let value = &value[..bytes as usize];
             let target = self.target(warp, lane, space, addresses[at], bytes)?;
-            if self.world.checked {
+            if self.grid_state.checked {
                 self.check_collision(warp, lane, target, value, event)?;
                 self.check_thread(warp, lane, target, bytes, event, true)?;
             }
@@ -299,7 +301,7 @@ impl<'a> Executor<'_, 'a> {
         write: bool,
     ) {
         let total = bytes as u64 * warp.active.count_ones() as u64;
-        let counts = &mut self.world.counts;
+        let counts = &mut self.grid_state.counts;
         match space {
             Space::Global => {
                 let measure =
@@ -327,7 +329,7 @@ impl<'a> Executor<'_, 'a> {
         dst: &[Register],
         address: Address,
         transpose: bool,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         self.aligned(warp, "ldmatrix")?;
         let rows = self.matrix_rows(warp, address, dst.len(), "ldmatrix", false)?;
         for (matrix, register) in dst.iter().enumerate() {
@@ -356,7 +358,7 @@ impl<'a> Executor<'_, 'a> {
         src: &[Register],
         address: Address,
         transpose: bool,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         self.aligned(warp, "stmatrix")?;
         let rows = self.matrix_rows(warp, address, src.len(), "stmatrix", true)?;
         for (matrix, register) in src.iter().enumerate() {
@@ -385,22 +387,22 @@ impl<'a> Executor<'_, 'a> {
         matrices: usize,
         what: &'static str,
         write: bool,
-    ) -> Step<Vec<(usize, usize)>> {
+    ) -> Executed<Vec<(usize, usize)>> {
         let addresses = warp.shared_addresses(address);
         let lanes = 8 * matrices as u32;
         let used = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
         let measure = if write { Measure::SharedBytesWritten } else { Measure::SharedBytesRead };
-        self.world.counts.add(measure, 128 * matrices as u64);
+        self.grid_state.counts.add(measure, 128 * matrices as u64);
         let (passes, ideal) = wavefronts(&addresses, used, 16);
-        self.world.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
+        self.grid_state.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
         warp.time += passes;
         let event =
-            if self.world.checked { self.thread_event(warp, Source::Thread, what) } else { 0 };
+            if self.grid_state.checked { self.thread_event(warp, Source::Thread, what) } else { 0 };
         let mut rows = Vec::with_capacity(lanes as usize);
         for lane in 0..lanes {
             let address = addresses[lane as usize];
             let (block, offset) = self.shared_range(warp, lane, Space::Shared, address, 16, 16)?;
-            if self.world.checked {
+            if self.grid_state.checked {
                 // The whole warp makes this access, not a single lane.
                 let target = Target::Shared { block, offset };
                 let observer = Observer::operation(warp.clock.view(u32::MAX), event);

@@ -5,7 +5,7 @@ use ptx::{Address, AtomicOperation, AtomicOrder, Operand, Register, Scope, Space
 
 use crate::Measure;
 use crate::float;
-use crate::machine::{Executor, Step};
+use crate::machine::{Executed, Executor};
 use crate::shadow::Source;
 use crate::warp::{Warp, lanes_of};
 
@@ -29,17 +29,17 @@ impl<'a> Executor<'_, 'a> {
         change: Change,
         scope: Scope,
         order: AtomicOrder,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let bytes = ty.bits() / 8;
         let addresses = self.addresses(warp, space, address);
-        self.world.counts.add(Measure::Atomics, warp.active.count_ones() as u64);
+        self.grid_state.counts.add(Measure::Atomics, warp.active.count_ones() as u64);
         let (acquires, releases) = match order {
             AtomicOrder::Relaxed => (false, false),
             AtomicOrder::Acquire => (true, false),
             AtomicOrder::Release => (false, true),
             AtomicOrder::AcquireRelease => (true, true),
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             for lane in lanes_of(warp.active) {
                 self.acquire_at(warp, lane, space, addresses[lane as usize], scope, acquires);
             }
@@ -49,7 +49,8 @@ impl<'a> Executor<'_, 'a> {
             true => Source::Thread,
             false => Source::Atomic(scope),
         };
-        let event = if self.world.checked { self.thread_event(warp, source, "atom") } else { 0 };
+        let event =
+            if self.grid_state.checked { self.thread_event(warp, source, "atom") } else { 0 };
         let operand = |warp: &Warp<'_>, operand: Operand, lane: usize| match bytes {
             8 => warp.wide(operand)[lane],
             _ => warp.word(operand)[lane] as u64,
@@ -58,7 +59,7 @@ impl<'a> Executor<'_, 'a> {
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
             let target = self.target(warp, lane, space, addresses[at], bytes)?;
-            if self.world.checked {
+            if self.grid_state.checked {
                 self.check_thread(warp, lane, target, bytes, event, false)?;
                 self.check_thread(warp, lane, target, bytes, event, true)?;
             }
@@ -102,7 +103,7 @@ impl<'a> Executor<'_, 'a> {
     ) -> bool {
         let floats = matches!(ty, Type::F16x2 | Type::BF16x2 | Type::F32);
         let first = lanes_of(warp.active).next().filter(|_| floats && space == Space::Global);
-        let memory = &self.world.memory;
+        let memory = &self.grid_state.memory;
         let at = first.and_then(|lane| memory.locate(addresses[lane as usize], 1).ok());
         at.is_some_and(|(buffer, _)| memory.buffer(buffer).in_order)
     }

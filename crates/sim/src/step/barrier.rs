@@ -7,7 +7,7 @@ use super::Flow;
 use super::access::Target;
 use crate::Measure;
 use crate::hazard::HazardKind;
-use crate::machine::{CLUSTER_WINDOW, Executor, Mbarrier, SHARED_BASE, Step};
+use crate::machine::{CLUSTER_WINDOW, Executed, Executor, Mbarrier, SHARED_BASE};
 use crate::shadow::Source;
 use crate::warp::{State, Wait, Warp, lanes_of};
 
@@ -23,18 +23,18 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         barrier: Operand,
         threads: Option<Operand>,
-    ) -> Step<u64> {
+    ) -> Executed<u64> {
         let barrier = warp.word(barrier)[0];
         let expected = match threads {
             Some(threads) => warp.word(threads)[0],
-            None => self.world.program.threads,
+            None => self.grid_state.program.threads,
         };
-        let place = self.world.code.places[warp.pc];
+        let place = self.grid_state.code.places[warp.pc];
         if barrier > 15 || expected == 0 || expected % 32 != 0 {
             let text = format!("barrier {barrier} for {expected} threads: there is no such");
             return Err(self.hazard(warp, None, HazardKind::BarrierCount, text));
         }
-        let named = &mut self.cluster.blocks[warp.block].named[barrier as usize];
+        let named = &mut self.cluster.blocks[warp.block].named_barriers[barrier as usize];
         let generation = named.generation;
         if named.arrived.is_empty() {
             named.expected = expected;
@@ -60,7 +60,7 @@ impl<'a> Executor<'_, 'a> {
             return Err(hazard);
         }
         named.arrived.push(warp.index);
-        if self.world.checked {
+        if self.grid_state.checked {
             let released = warp.clock.release(u32::MAX);
             named.gather.join(&released);
         }
@@ -76,13 +76,17 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- the cluster's barrier ------------------------------------------------------
 
-    pub(super) fn cluster_arrive(&mut self, warp: &mut Warp<'a>, order: ClusterOrder) -> Step<()> {
+    pub(super) fn cluster_arrive(
+        &mut self,
+        warp: &mut Warp<'a>,
+        order: ClusterOrder,
+    ) -> Executed<()> {
         if warp.cluster_arrived.is_some() {
             let text = "the warp arrives at the cluster's barrier again without having waited";
             return Err(self.hazard(warp, None, HazardKind::ClusterBarrierOrder, text));
         }
         warp.cluster_arrived = Some(self.cluster.barrier.generation);
-        if self.world.checked && order == ClusterOrder::Release {
+        if self.grid_state.checked && order == ClusterOrder::Release {
             let released = warp.clock.release(u32::MAX);
             self.cluster.barrier.gather.join(&released);
         }
@@ -90,12 +94,12 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    pub(super) fn cluster_wait(&mut self, warp: &mut Warp<'a>) -> Step<Flow> {
+    pub(super) fn cluster_wait(&mut self, warp: &mut Warp<'a>) -> Executed<Flow> {
         let Some(generation) = warp.cluster_arrived.take() else {
             let text = "the warp waits at the cluster's barrier without having arrived";
             return Err(self.hazard(warp, None, HazardKind::ClusterBarrierOrder, text));
         };
-        self.world.counts.add(Measure::BarrierWaits, 1);
+        self.grid_state.counts.add(Measure::BarrierWaits, 1);
         Ok(Flow::Block(Wait::Cluster { generation }))
     }
 
@@ -146,10 +150,10 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         address: Address,
         count: Operand,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = warp.shared_addresses(address);
         let counts = warp.word(count);
-        let event = if self.world.checked {
+        let event = if self.grid_state.checked {
             self.thread_event(warp, Source::Thread, "mbarrier.init")
         } else {
             0
@@ -166,7 +170,7 @@ impl<'a> Executor<'_, 'a> {
                 hazard.other = first;
                 return Err(hazard);
             }
-            if self.world.checked {
+            if self.grid_state.checked {
                 let target = Target::Shared { block, offset };
                 self.check_thread(warp, lane, target, 8, event, true)?;
                 for byte in (0..8).step_by(2) {
@@ -178,7 +182,7 @@ impl<'a> Executor<'_, 'a> {
                 pending: count,
                 transactions: 0,
                 phase: 0,
-                initialised_at: self.world.code.places[warp.pc],
+                initialised_at: self.grid_state.code.places[warp.pc],
                 component: warp.clock.component,
                 clock: warp.clock.now,
                 lane,
@@ -200,13 +204,13 @@ impl<'a> Executor<'_, 'a> {
         &mut self,
         warp: &mut Warp<'a>,
         address: Address,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = warp.shared_addresses(address);
         for lane in lanes_of(warp.active) {
             let address = addresses[lane as usize];
             let (block, _) = self.usable_mbarrier(warp, lane, Space::Shared, address, false)?;
             self.cluster.blocks[block].mbarriers.remove(&address);
-            if self.world.checked {
+            if self.grid_state.checked {
                 let offset = (address - SHARED_BASE) as usize;
                 for byte in (0..8).step_by(2) {
                     self.cluster.blocks[block].cells.at(offset + byte).barrier = false;
@@ -225,7 +229,7 @@ impl<'a> Executor<'_, 'a> {
         space: Space,
         address: u32,
         by_copy: bool,
-    ) -> Step<(usize, u32)> {
+    ) -> Executed<(usize, u32)> {
         let (block, offset) = self.shared_range(warp, lane, space, address, 8, 8)?;
         let local = offset as u32 + SHARED_BASE;
         let name = self.shared_name(local);
@@ -233,7 +237,7 @@ impl<'a> Executor<'_, 'a> {
             let text = format!("{name} is not an initialised memory barrier");
             return Err(self.hazard(warp, Some(lane), HazardKind::MbarrierUninitialised, text));
         };
-        if !self.world.checked {
+        if !self.grid_state.checked {
             return Ok((block, local));
         }
         let own = barrier.component == warp.clock.component && barrier.lane == lane;
@@ -260,16 +264,16 @@ impl<'a> Executor<'_, 'a> {
         address: Address,
         count: Option<Operand>,
         bytes: Option<Operand>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = warp.shared_addresses(address);
         let counts = count.map(|count| warp.word(count)).unwrap_or([1; 32]);
         let bytes = bytes.map(|bytes| warp.word(bytes));
         let released =
-            if self.world.checked { Some(warp.clock.release(warp.active)) } else { None };
+            if self.grid_state.checked { Some(warp.clock.release(warp.active)) } else { None };
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
             let (block, local) = self.usable_mbarrier(warp, lane, space, addresses[at], false)?;
-            self.note_visit(warp, lane, block, warp.clock.now.saturating_sub(1));
+            self.note_remote_access(warp, lane, block, warp.clock.now.saturating_sub(1));
             if let Some(bytes) = &bytes {
                 self.expect(warp, lane, block, local, bytes[at])?;
             }
@@ -278,7 +282,7 @@ impl<'a> Executor<'_, 'a> {
             if let Some(released) = &released {
                 barrier.gather.join(released);
             }
-            if let Some(place) = self.world.code.places[warp.pc] {
+            if let Some(place) = self.grid_state.code.places[warp.pc] {
                 barrier.arrivers.retain(|(w, _)| *w != warp.index);
                 barrier.arrivers.push((warp.index, place));
             }
@@ -303,7 +307,7 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         address: Address,
         bytes: Operand,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = warp.shared_addresses(address);
         let bytes = warp.word(bytes);
         for lane in lanes_of(warp.active) {
@@ -323,8 +327,8 @@ impl<'a> Executor<'_, 'a> {
         block: usize,
         local: u32,
         bytes: u32,
-    ) -> Step<()> {
-        let place = self.world.code.places[warp.pc];
+    ) -> Executed<()> {
+        let place = self.grid_state.code.places[warp.pc];
         let barrier =
             self.cluster.blocks[block].mbarriers.get_mut(&local).expect("looked up before");
         barrier.transactions += bytes as i64;
@@ -338,7 +342,7 @@ impl<'a> Executor<'_, 'a> {
     }
 
     /// Ends the phase of an mbarrier if no arrival and no byte is missing.
-    pub(crate) fn settle_mbarrier(&mut self, block: usize, local: u32, time: u64) -> Step<()> {
+    pub(crate) fn settle_mbarrier(&mut self, block: usize, local: u32, time: u64) -> Executed<()> {
         let barrier =
             self.cluster.blocks[block].mbarriers.get_mut(&local).expect("looked up before");
         if barrier.pending != 0 || barrier.transactions != 0 {
@@ -356,7 +360,7 @@ impl<'a> Executor<'_, 'a> {
                 "the phase of {name} ends while {in_flight} copies that report to it are in \
                  flight: their bytes were not expected"
             );
-            let mut hazard = self.world.hazard(HazardKind::TransactionCount, text);
+            let mut hazard = self.grid_state.hazard(HazardKind::TransactionCount, text);
             if let Some(copy) = copy {
                 hazard = self.operation_hazard(copy, HazardKind::TransactionCount, hazard.message);
             }
@@ -372,7 +376,7 @@ impl<'a> Executor<'_, 'a> {
                  for its parity now waits for another phase",
                 phase - 1
             );
-            let mut hazard = self.world.hazard(HazardKind::MbarrierOverrun, text);
+            let mut hazard = self.grid_state.hazard(HazardKind::MbarrierOverrun, text);
             hazard.place = arrived_at.map(|(_, place)| place).or(expected_at);
             hazard.other = initialised_at;
             return Err(hazard);
@@ -382,7 +386,7 @@ impl<'a> Executor<'_, 'a> {
         barrier.completed_at = barrier.completed_at.max(time);
         let gathered = std::mem::take(&mut barrier.gather);
         barrier.released.join(&gathered);
-        self.world.progress += 1;
+        self.grid_state.progress += 1;
         Ok(())
     }
 
@@ -392,10 +396,10 @@ impl<'a> Executor<'_, 'a> {
         dst: Register,
         address: Address,
         parity: Operand,
-    ) -> Step<Flow> {
+    ) -> Executed<Flow> {
         let addresses = warp.shared_addresses(address);
         let parities = warp.word(parity);
-        self.world.counts.add(Measure::BarrierWaits, 1);
+        self.grid_state.counts.add(Measure::BarrierWaits, 1);
         let mut done = 0;
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
@@ -406,7 +410,7 @@ impl<'a> Executor<'_, 'a> {
             if barrier.phase as u32 & 1 != parities[at] & 1 {
                 done |= 1 << lane;
                 barrier.waited = barrier.phase;
-                if self.world.checked {
+                if self.grid_state.checked {
                     warp.clock.acquire(1 << lane, |k| k.join(&barrier.released));
                 }
             }
@@ -415,7 +419,7 @@ impl<'a> Executor<'_, 'a> {
         if done == warp.active {
             return Ok(Flow::Next);
         }
-        self.world.counts.add(Measure::BlockedWaits, 1);
+        self.grid_state.counts.add(Measure::BlockedWaits, 1);
         Ok(Flow::Poll)
     }
 
@@ -424,7 +428,7 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         address: Address,
         parity: Operand,
-    ) -> Step<Flow> {
+    ) -> Executed<Flow> {
         let addresses = warp.shared_addresses(address);
         let parities = warp.word(parity);
         let mut waits: Vec<(u32, u32, u32)> = Vec::new();
@@ -437,7 +441,7 @@ impl<'a> Executor<'_, 'a> {
                 None => waits.push((key.0, key.1, 1 << lane)),
             }
         }
-        self.world.counts.add(Measure::BarrierWaits, 1);
+        self.grid_state.counts.add(Measure::BarrierWaits, 1);
         Ok(Flow::Block(Wait::Mbarrier(waits)))
     }
 
@@ -448,7 +452,7 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         change: RegisterChange,
         count: u32,
-    ) -> Step<Flow> {
+    ) -> Executed<Flow> {
         warp.budgets.push(count);
         let nth = warp.budgets.len();
         let first = self.first_warp(warp.group);
@@ -462,7 +466,7 @@ impl<'a> Executor<'_, 'a> {
                     other.budgets[nth - 1]
                 );
                 let mut hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
-                hazard.other = self.world.code.places[other.pc];
+                hazard.other = self.grid_state.code.places[other.pc];
                 return Err(hazard);
             }
         }
@@ -490,7 +494,7 @@ impl<'a> Executor<'_, 'a> {
         dst: Register,
         address: Register,
         rank: Operand,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let addresses = *warp.word_of(address);
         let ranks = warp.word(rank);
         let blocks = self.cluster.blocks.len() as u32;
@@ -518,7 +522,8 @@ impl<'a> Executor<'_, 'a> {
                 barrier.is_none_or(|barrier| barrier.phase as u32 & 1 != *parity)
             }),
             Wait::Named { barrier, generation } => {
-                self.cluster.blocks[warp.block].named[*barrier as usize].generation > *generation
+                self.cluster.blocks[warp.block].named_barriers[*barrier as usize].generation
+                    > *generation
             }
             Wait::Cluster { generation } => self.cluster.barrier.generation > *generation,
             Wait::Products { until } => self.cluster.groups[warp.group].done >= *until,
@@ -543,7 +548,7 @@ impl<'a> Executor<'_, 'a> {
     /// Ends a wait that is over: the warp acquires what it waited for.
     pub(crate) fn finish_wait(&mut self, warp: &mut Warp<'a>, wait: Wait) {
         use crate::machine::{store_read_component, store_write_component, stream_entry};
-        let checked = self.world.checked;
+        let checked = self.grid_state.checked;
         let mut event_time = 0;
         match wait {
             Wait::Mbarrier(waits) => {
@@ -558,7 +563,7 @@ impl<'a> Executor<'_, 'a> {
                 }
             }
             Wait::Named { barrier, .. } => {
-                let named = &self.cluster.blocks[warp.block].named[barrier as usize];
+                let named = &self.cluster.blocks[warp.block].named_barriers[barrier as usize];
                 event_time = named.completed_at;
                 if checked {
                     warp.clock.synchronise();
@@ -610,7 +615,7 @@ impl<'a> Executor<'_, 'a> {
         if event_time > warp.time {
             warp.time = event_time;
         }
-        if let Some(trace) = &mut self.world.trace
+        if let Some(trace) = &mut self.grid_state.trace
             && warp.time > began
         {
             let place = warp.code.places[warp.pc].map(|p| format!(" at {p}")).unwrap_or_default();

@@ -4,7 +4,7 @@
 
 use super::Target;
 use crate::hazard::{Hazard, HazardKind};
-use crate::machine::{Executor, OperationKind, SHARED_BASE, Step, Visit};
+use crate::machine::{Executed, Executor, OperationKind, RemoteAccess, SHARED_BASE};
 use crate::shadow::{CELL, Cell, Conflict, NO_LANE, Observer, Source};
 use crate::warp::Warp;
 
@@ -18,9 +18,9 @@ impl<'a> Executor<'_, 'a> {
         bytes: u32,
         event: u32,
         write: bool,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         if let Target::Shared { block, .. } = target {
-            self.note_visit(warp, lane, block, warp.clock.now);
+            self.note_remote_access(warp, lane, block, warp.clock.now);
         }
         let observer = Observer {
             lane: lane as u8,
@@ -32,13 +32,21 @@ impl<'a> Executor<'_, 'a> {
 
     /// Records an access to another block's shared memory, which must be over before that block
     /// ends.
-    pub(super) fn note_visit(&mut self, warp: &Warp<'a>, lane: u32, block: usize, clock: u32) {
-        if block == warp.block || !self.world.checked {
+    pub(super) fn note_remote_access(
+        &mut self,
+        warp: &Warp<'a>,
+        lane: u32,
+        block: usize,
+        clock: u32,
+    ) {
+        if block == warp.block || !self.grid_state.checked {
             return;
         }
-        let place = self.world.code.places[warp.pc];
-        let visit = Visit { clock, lanes: 1 << lane, place, actor: self.actor(warp, Some(lane)) };
-        self.cluster.blocks[block].visitors.insert(warp.clock.component, visit);
+        let place = self.grid_state.code.places[warp.pc];
+        let access = RemoteAccess { clock, place, actor: self.actor(warp, Some(lane)) };
+        self.cluster.blocks[block]
+            .remote_accesses
+            .insert((warp.clock.component, 1 << lane), access);
     }
 
     /// Checks and records an access by a thread, a copy or a product: a hazard if an asynchronous
@@ -52,16 +60,16 @@ impl<'a> Executor<'_, 'a> {
         bytes: u32,
         write: bool,
         issued: u64,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let Observer { event, lane, .. } = observer;
-        let world = &mut *self.world;
+        let grid_state = &mut *self.grid_state;
         let (cells, offset) = match target {
             Target::Shared { block, offset } => {
                 let there = &self.cluster.blocks[block];
                 let words = offset / 4..(offset + bytes as usize).div_ceil(4);
                 for word in words {
-                    if there.arriving[word] != 0 {
-                        return Err(self.arriving_hazard(
+                    if there.pending_writes[word] != 0 {
+                        return Err(self.pending_write_hazard(
                             block,
                             4 * word,
                             event,
@@ -70,17 +78,18 @@ impl<'a> Executor<'_, 'a> {
                             issued,
                         ));
                     }
-                    if write && there.departing[word] != 0 {
-                        return Err(self.departing_hazard(block, 4 * word, event, lane));
+                    if write && there.pending_reads[word] != 0 {
+                        return Err(self.pending_read_hazard(block, 4 * word, event, lane));
                     }
                 }
                 (&mut self.cluster.blocks[block].cells, offset)
             }
             Target::Global { buffer, offset } => {
                 if !write
-                    && let Some(at) = world.memory.first_unwritten(buffer, offset, bytes as usize)
+                    && let Some(at) =
+                        grid_state.memory.first_unwritten(buffer, offset, bytes as usize)
                 {
-                    let name = &world.memory.buffer(buffer).name;
+                    let name = &grid_state.memory.buffer(buffer).name;
                     let text = format!("byte {at} of buffer {name:?} was never written");
                     return Err(self.event_hazard(
                         event,
@@ -89,7 +98,7 @@ impl<'a> Executor<'_, 'a> {
                         text,
                     ));
                 }
-                (&mut world.global[buffer], offset)
+                (&mut grid_state.global[buffer], offset)
             }
         };
         let observer = Observer { global: matches!(target, Target::Global { .. }), ..observer };
@@ -118,7 +127,7 @@ impl<'a> Executor<'_, 'a> {
                             let kind = HazardKind::UninitialisedMemory;
                             return Err(self.event_hazard(event, lane, kind, text));
                         }
-                        if let Some(conflict) = world.shadow.access(cell, &observer, write) {
+                        if let Some(conflict) = grid_state.shadow.access(cell, &observer, write) {
                             let at = match target {
                                 Target::Shared { block, .. } => {
                                     Target::Shared { block, offset: byte }
@@ -139,7 +148,7 @@ impl<'a> Executor<'_, 'a> {
     }
 
     /// Returns where in the kernel's source the mbarrier at a byte was initialised.
-    fn mbarrier_place(&self, target: Target, byte: usize) -> Option<ptx::Place> {
+    fn mbarrier_place(&self, target: Target, byte: usize) -> Option<ptx::SourceLocation> {
         let Target::Shared { block, .. } = target else { return None };
         let address = byte as u32 / 8 * 8 + SHARED_BASE;
         self.cluster.blocks[block].mbarriers.get(&address)?.initialised_at
@@ -153,8 +162,8 @@ impl<'a> Executor<'_, 'a> {
         kind: HazardKind,
         text: String,
     ) -> Box<Hazard> {
-        let event = self.world.shadow.get(event);
-        let mut hazard = self.world.hazard(kind, text);
+        let event = self.grid_state.shadow.get(event);
+        let mut hazard = self.grid_state.hazard(kind, text);
         hazard.place = event.place;
         let mut actor = event.actor;
         if lane != NO_LANE {
@@ -165,7 +174,7 @@ impl<'a> Executor<'_, 'a> {
     }
 
     /// Returns the hazard of an access to memory that an asynchronous copy in flight will write.
-    fn arriving_hazard(
+    fn pending_write_hazard(
         &self,
         block: usize,
         offset: usize,
@@ -176,7 +185,7 @@ impl<'a> Executor<'_, 'a> {
     ) -> Box<Hazard> {
         let address = offset as u32 + SHARED_BASE;
         let here = self.shared_name(address);
-        let what = self.world.shadow.get(event).what;
+        let what = self.grid_state.shadow.get(event).what;
         let covers = |dst: u32, bytes: u32| dst < address + 4 && address < dst + bytes;
         let copy = self.cluster.operations.iter().find(|(_, operation)| match &operation.kind {
             OperationKind::Load { to, dst, bytes, .. } => *to == block && covers(*dst, *bytes),
@@ -199,14 +208,20 @@ impl<'a> Executor<'_, 'a> {
             (HazardKind::TouchedBeforeArrival, text)
         };
         let mut hazard = self.event_hazard(event, lane, kind, text);
-        hazard.other = copy.and_then(|(_, o)| self.world.code.places[o.step]);
+        hazard.other = copy.and_then(|(_, o)| self.grid_state.code.places[o.step]);
         hazard
     }
 
     /// Returns the hazard of a write to memory that a bulk store or product in flight will read.
-    fn departing_hazard(&self, block: usize, offset: usize, event: u32, lane: u8) -> Box<Hazard> {
+    fn pending_read_hazard(
+        &self,
+        block: usize,
+        offset: usize,
+        event: u32,
+        lane: u8,
+    ) -> Box<Hazard> {
         let here = self.shared_name(offset as u32 + SHARED_BASE);
-        let what = self.world.shadow.get(event).what;
+        let what = self.grid_state.shadow.get(event).what;
         let address = offset as u32 + SHARED_BASE;
         let store = self.cluster.operations.values().find(|operation| match &operation.kind {
             OperationKind::Store { src, bytes, staged, .. } => {
@@ -225,7 +240,7 @@ impl<'a> Executor<'_, 'a> {
         };
         let text = format!("{what} overwrites {here}, which {reader} in flight is yet to read");
         let mut hazard = self.event_hazard(event, lane, HazardKind::OverwrittenInFlight, text);
-        hazard.other = step.and_then(|step| self.world.code.places[step]);
+        hazard.other = step.and_then(|step| self.grid_state.code.places[step]);
         hazard
     }
 
@@ -238,7 +253,7 @@ impl<'a> Executor<'_, 'a> {
         target: Target,
         write: bool,
     ) -> Box<Hazard> {
-        let own = self.world.shadow.get(event);
+        let own = self.grid_state.shadow.get(event);
         let other = &conflict.other;
         let in_thread = |source| matches!(source, Source::Thread | Source::Atomic(_));
         let kind = if conflict.unfenced {
@@ -292,15 +307,15 @@ impl<'a> Executor<'_, 'a> {
         target: Target,
         value: &[u8],
         event: u32,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let (cells, offset, old) = match target {
             Target::Shared { block, offset } => {
                 let block = &mut self.cluster.blocks[block];
                 (&mut block.cells, offset, &block.shared[offset..offset + value.len()])
             }
             Target::Global { buffer, offset } => {
-                let bytes = &self.world.memory.buffer(buffer).bytes;
-                (&mut self.world.global[buffer], offset, &bytes[offset..offset + value.len()])
+                let bytes = &self.grid_state.memory.buffer(buffer).bytes;
+                (&mut self.grid_state.global[buffer], offset, &bytes[offset..offset + value.len()])
             }
         };
         if cells.at(offset).written_by() == event && old != value {
@@ -318,15 +333,15 @@ impl<'a> Executor<'_, 'a> {
         warp: &Warp<'a>,
         lane: u32,
         target: Target,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         if let Target::Global { buffer, offset } = target {
-            let cell = *self.world.global[buffer].at(offset);
+            let cell = *self.grid_state.global[buffer].at(offset);
             if cell.is_written() {
                 let here = self.target_name(target);
                 let text = format!("{here} is loaded as read-only, but the kernel wrote it");
                 let kind = HazardKind::ReadOnlyViolated;
                 let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = self.world.shadow.get(cell.written_by()).place;
+                hazard.other = self.grid_state.shadow.get(cell.written_by()).place;
                 return Err(hazard);
             }
         }

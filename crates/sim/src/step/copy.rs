@@ -2,11 +2,11 @@
 
 use ptx::{Address, BulkElement, Operand, Register, Space};
 
-use crate::clock::Knowledge;
+use crate::clock::ClockSet;
 use crate::count::wavefronts;
 use crate::hazard::HazardKind;
 use crate::machine::{
-    Executor, LaneCopy, LoadSource, Operation, OperationKind, SHARED_BASE, Step, StoreTarget,
+    Executed, Executor, LaneCopy, LoadSource, Operation, OperationKind, SHARED_BASE, StoreTarget,
     TENSOR_MAPS, copy_component, store_read_component,
 };
 use crate::warp::{Warp, lanes_of};
@@ -22,7 +22,7 @@ impl<'a> Executor<'_, 'a> {
         warp: &mut Warp<'a>,
         lane: u32,
         kind: OperationKind,
-        start: Knowledge,
+        start: ClockSet,
         (component, clock): (u32, u32),
     ) -> u64 {
         let id = self.cluster.next_operation;
@@ -32,7 +32,7 @@ impl<'a> Executor<'_, 'a> {
             OperationKind::ArriveOnCopies { .. } => 0,
             OperationKind::Load { bytes, .. } | OperationKind::Store { bytes, .. } => *bytes as u64,
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             self.mark(warp.block, &kind, 1);
         }
         let free = &mut self.cluster.copy_free[warp.block];
@@ -42,7 +42,7 @@ impl<'a> Executor<'_, 'a> {
             kind,
             step: warp.pc,
             issued: id,
-            since: self.world.shadow.count(),
+            since: self.grid_state.shadow.count(),
             warp: warp.index,
             lane,
             block: warp.block,
@@ -59,9 +59,9 @@ impl<'a> Executor<'_, 'a> {
     /// Adds `change` to the number of operations in flight that will write or read each word of
     /// shared memory that the operation touches.
     pub(crate) fn mark(&mut self, block: usize, kind: &OperationKind, change: i32) {
-        let mut span = |block: usize, address: u32, bytes: u32, arriving: bool| {
+        let mut span = |block: usize, address: u32, bytes: u32, writes: bool| {
             let there = &mut self.cluster.blocks[block];
-            let words = if arriving { &mut there.arriving } else { &mut there.departing };
+            let words = if writes { &mut there.pending_writes } else { &mut there.pending_reads };
             let first = (address - SHARED_BASE) as usize / 4;
             for word in &mut words[first..first + bytes as usize / 4] {
                 *word = (*word as i32 + change) as u16;
@@ -79,8 +79,8 @@ impl<'a> Executor<'_, 'a> {
         }
     }
 
-    fn issue_knowledge(&mut self, warp: &mut Warp<'a>, lanes: u32) -> Knowledge {
-        if self.world.checked { warp.clock.release(lanes) } else { Knowledge::default() }
+    fn issue_knowledge(&mut self, warp: &mut Warp<'a>, lanes: u32) -> ClockSet {
+        if self.grid_state.checked { warp.clock.release(lanes) } else { ClockSet::default() }
     }
 
     // ---- cp.async -----------------------------------------------------------------
@@ -92,7 +92,7 @@ impl<'a> Executor<'_, 'a> {
         src: Address,
         bytes: u32,
         source_bytes: Option<Operand>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let (to, from) = (warp.shared_addresses(dst), warp.global_addresses(src));
         let valid = source_bytes.map(|s| warp.word(s)).unwrap_or([bytes; 32]);
         let mut lanes = Vec::new();
@@ -107,10 +107,10 @@ impl<'a> Executor<'_, 'a> {
             lanes.push(LaneCopy { lane, waited, dst, src, bytes, source_bytes });
         }
         let (passes, ideal) = wavefronts(&to, warp.active, bytes);
-        self.world.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
-        let start = match self.world.checked {
+        self.grid_state.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
+        let start = match self.grid_state.checked {
             true => warp.clock.issue(warp.active),
-            false => Knowledge::default(),
+            false => ClockSet::default(),
         };
         let id = self.cluster.next_operation;
         let clock = warp.copies.issue(id, warp.active);
@@ -120,7 +120,11 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    pub(super) fn arrive_on_copies(&mut self, warp: &mut Warp<'a>, address: Address) -> Step<()> {
+    pub(super) fn arrive_on_copies(
+        &mut self,
+        warp: &mut Warp<'a>,
+        address: Address,
+    ) -> Executed<()> {
         let addresses = warp.shared_addresses(address);
         let (mut lanes, mut after) = (Vec::new(), Vec::new());
         for lane in lanes_of(warp.active) {
@@ -154,7 +158,7 @@ impl<'a> Executor<'_, 'a> {
         bytes: Operand,
         barrier: Address,
         multicast: Option<Register>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let (to, from) = (warp.shared_addresses(dst), warp.global_addresses(src));
         let bytes = warp.word(bytes);
         for lane in lanes_of(warp.active) {
@@ -175,7 +179,7 @@ impl<'a> Executor<'_, 'a> {
         coordinates: &[Operand],
         barrier: Address,
         multicast: Option<Register>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let to = warp.shared_addresses(dst);
         let maps = *warp.wide_of(map);
         for lane in lanes_of(warp.active) {
@@ -200,7 +204,7 @@ impl<'a> Executor<'_, 'a> {
         bytes: u32,
         barrier: Address,
         multicast: Option<Register>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let at = lane as usize;
         let barrier = warp.shared_addresses(barrier)[at];
         self.shared_range(warp, lane, Space::Shared, dst, bytes, alignment)?;
@@ -222,7 +226,8 @@ impl<'a> Executor<'_, 'a> {
                 self.usable_mbarrier(warp, lane, Space::Cluster, remote, true)?;
             }
             let start = self.issue_knowledge(warp, 1 << lane);
-            let slot = if self.world.checked { self.cluster.take_slot(&start) } else { (0, 0) };
+            let slot =
+                if self.grid_state.checked { self.cluster.take_slot(&start) } else { (0, 0) };
             let there = self.cluster.blocks[to].mbarriers.get_mut(&barrier);
             there.expect("found above").in_flight += 1;
             let kind = OperationKind::Load { to, dst, source, bytes, barrier };
@@ -240,7 +245,7 @@ impl<'a> Executor<'_, 'a> {
         src: Address,
         bytes: Operand,
         add: Option<BulkElement>,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let (to, from) = (warp.global_addresses(dst), warp.shared_addresses(src));
         let bytes = warp.word(bytes);
         for lane in lanes_of(warp.active) {
@@ -260,7 +265,7 @@ impl<'a> Executor<'_, 'a> {
         coordinates: &[Operand],
         src: Address,
         add: bool,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let from = warp.shared_addresses(src);
         let maps = *warp.wide_of(map);
         for lane in lanes_of(warp.active) {
@@ -281,7 +286,7 @@ impl<'a> Executor<'_, 'a> {
         alignment: u32,
         bytes: u32,
         target: StoreTarget,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         self.shared_range(warp, lane, Space::Shared, src, bytes, alignment)?;
         let start = self.issue_knowledge(warp, 1 << lane);
         let id = self.cluster.next_operation;
@@ -294,7 +299,7 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- operands of copies ---------------------------------------------------------------
 
-    fn bulk_size(&self, warp: &Warp<'a>, lane: u32, bytes: u32) -> Step<()> {
+    fn bulk_size(&self, warp: &Warp<'a>, lane: u32, bytes: u32) -> Executed<()> {
         if bytes.is_multiple_of(16) && bytes > 0 {
             return Ok(());
         }
@@ -309,9 +314,9 @@ impl<'a> Executor<'_, 'a> {
         lane: u32,
         address: u64,
         dimensions: Option<usize>,
-    ) -> Step<usize> {
+    ) -> Executed<usize> {
         let index = address.wrapping_sub(TENSOR_MAPS) / 128;
-        let map = self.world.maps.get(index as usize).and_then(|map| map.as_ref());
+        let map = self.grid_state.maps.get(index as usize).and_then(|map| map.as_ref());
         let Some(map) = map.filter(|_| address.is_multiple_of(128)) else {
             let text = format!("{address:#x} is not the address of a tensor map");
             return Err(self.hazard(warp, Some(lane), HazardKind::TensorMapMismatch, text));
@@ -326,7 +331,7 @@ impl<'a> Executor<'_, 'a> {
     }
 
     fn box_bytes(&self, map: usize) -> u32 {
-        let tensor_box = &self.world.maps[map].as_ref().expect("looked up before").tensor_box;
+        let tensor_box = &self.grid_state.maps[map].as_ref().expect("looked up before").tensor_box;
         tensor_box.extent.iter().product::<u32>() * tensor_box.element.bytes()
     }
 }

@@ -15,12 +15,12 @@ mod product;
 pub(crate) use access::Target;
 pub(crate) use atomic::add_packed;
 
-use ptx::{Instruction, Special};
+use ptx::{Instruction, SpecialRegister};
 
 use crate::clock::FULL;
 use crate::hazard::{Hazard, HazardKind};
 use crate::lower;
-use crate::machine::{Executor, SHARED_BASE, Step, TENSOR_MAPS};
+use crate::machine::{Executed, Executor, SHARED_BASE, TENSOR_MAPS};
 use crate::warp::{Frame, State, Wait, Warp, lanes_of};
 use crate::{Measure, Policy};
 
@@ -38,8 +38,8 @@ pub(crate) enum Flow {
 
 impl<'a> Executor<'_, 'a> {
     /// Runs a warp for at most `quantum` steps or until it must wait.
-    pub(crate) fn turn(&mut self, warp: &mut Warp<'a>, quantum: u32) -> Step<()> {
-        let code = self.world.code;
+    pub(crate) fn turn(&mut self, warp: &mut Warp<'a>, quantum: u32) -> Executed<()> {
+        let code = self.grid_state.code;
         let mut instructions = 0;
         let mut lanes = 0;
         let mut left = quantum;
@@ -51,9 +51,9 @@ impl<'a> Executor<'_, 'a> {
             match &code.steps[warp.pc] {
                 lower::Step::Execute(instruction) => {
                     instructions += 1;
-                    self.world.reached[warp.pc] = true;
+                    self.grid_state.reached[warp.pc] = true;
                     lanes += warp.active.count_ones() as u64;
-                    if self.world.checked
+                    if self.grid_state.checked
                         && let Err(hazard) = self.check_registers(warp, instruction)
                     {
                         break Err(hazard);
@@ -67,12 +67,12 @@ impl<'a> Executor<'_, 'a> {
                         }
                         Ok(Flow::Poll) => {
                             warp.pc += 1;
-                            warp.state = State::Polling(self.world.progress);
+                            warp.state = State::Polling(self.grid_state.progress);
                             break Ok(());
                         }
                         Ok(Flow::Block(wait)) => {
                             if !self.is_over(warp, &wait) {
-                                self.world.counts.add(Measure::BlockedWaits, 1);
+                                self.grid_state.counts.add(Measure::BlockedWaits, 1);
                             }
                             // The instruction completes when the wait is over.
                             warp.state = State::Blocked(wait);
@@ -85,12 +85,12 @@ impl<'a> Executor<'_, 'a> {
                 lower::Step::Branch { condition, otherwise, end } => {
                     warp.time += 1;
                     let taken = warp.predicate_slot(*condition);
-                    let second_first = match self.world.options.policy {
+                    let second_first = match self.grid_state.options.policy {
                         Policy::Earliest | Policy::Modelled => false,
                         Policy::Latest => true,
                         Policy::Random => {
                             let both = warp.active & taken != 0 && warp.active & !taken != 0;
-                            both && self.world.random.below(2) == 1
+                            both && self.grid_state.random.below(2) == 1
                         }
                     };
                     warp.branch(taken, *otherwise, *end, second_first);
@@ -130,25 +130,25 @@ impl<'a> Executor<'_, 'a> {
                 lower::Step::Exit => break self.exit(warp),
             }
         };
-        self.world.steps += (quantum - left) as u64;
-        self.world.counts.add(Measure::WarpInstructions, instructions);
-        self.world.counts.add(Measure::LaneInstructions, lanes);
-        self.world.progress +=
+        self.grid_state.steps += (quantum - left) as u64;
+        self.grid_state.counts.add(Measure::WarpInstructions, instructions);
+        self.grid_state.counts.add(Measure::LaneInstructions, lanes);
+        self.grid_state.progress +=
             matches!(warp.state, State::Ready | State::Blocked(_) | State::Done) as u64;
         result
     }
 
     /// Ends a warp that has reached the end of the program.
-    fn exit(&mut self, warp: &mut Warp<'a>) -> Step<()> {
+    fn exit(&mut self, warp: &mut Warp<'a>) -> Executed<()> {
         warp.state = State::Done;
         let block = warp.block;
         self.cluster.blocks[block].live_warps -= 1;
-        self.world.counts.raise(Measure::Cycles, warp.time);
+        self.grid_state.counts.raise(Measure::Cycles, warp.time);
         if warp.products > warp.products_waited {
             let issued = self.cluster.groups[warp.group]
                 .queue
                 .front()
-                .and_then(|product| self.world.code.places[product.step]);
+                .and_then(|product| self.grid_state.code.places[product.step]);
             let text = format!(
                 "the warp ends with {} products it has not waited for",
                 warp.products - warp.products_waited
@@ -161,7 +161,7 @@ impl<'a> Executor<'_, 'a> {
             let text = "the warp ends before a bulk store is known to have read its source";
             let mut hazard = self.hazard(warp, None, HazardKind::CopyInFlightAtExit, text);
             let mine = self.cluster.operations.values().find(|o| o.warp == warp.index);
-            hazard.place = mine.and_then(|o| self.world.code.places[o.step]);
+            hazard.place = mine.and_then(|o| self.grid_state.code.places[o.step]);
             return Err(hazard);
         }
         if self.cluster.blocks[block].live_warps == 0 {
@@ -177,7 +177,7 @@ impl<'a> Executor<'_, 'a> {
                 let text = "all warps of the block have ended; nobody waited for the copy";
                 return Err(self.operation_hazard(operation, HazardKind::CopyInFlightAtExit, text));
             }
-            self.check_visitors(warp)?;
+            self.check_remote_accesses(warp)?;
             self.check_barriers(warp)?;
         }
         self.settle_cluster_barrier(warp.time);
@@ -186,7 +186,7 @@ impl<'a> Executor<'_, 'a> {
 
     /// Checks, at the end of a block, that no mbarrier is in the middle of a phase: missing
     /// arrivals or bytes would have blocked a further phase.
-    fn check_barriers(&self, warp: &Warp<'a>) -> Step<()> {
+    fn check_barriers(&self, warp: &Warp<'a>) -> Executed<()> {
         let barriers = &self.cluster.blocks[warp.block].mbarriers;
         let mut barriers = barriers.iter();
         let left = barriers.find(|(_, it)| it.pending != it.expected || it.transactions != 0);
@@ -206,23 +206,23 @@ impl<'a> Executor<'_, 'a> {
     }
 
     /// Checks that a block ends only after every access of other blocks to its shared memory.
-    fn check_visitors(&self, warp: &Warp<'a>) -> Step<()> {
-        if !self.world.checked || self.cluster.blocks[warp.block].visitors.is_empty() {
+    fn check_remote_accesses(&self, warp: &Warp<'a>) -> Executed<()> {
+        if !self.grid_state.checked || self.cluster.blocks[warp.block].remote_accesses.is_empty() {
             return Ok(());
         }
         let mut known = warp.clock.view(FULL).known.clone();
         for other in self.cluster.warps.iter().flatten().filter(|w| w.block == warp.block) {
             known.join(&other.clock.view(FULL).known);
         }
-        for (component, visit) in &self.cluster.blocks[warp.block].visitors {
-            if !known.get(*component).covers(visit.clock, visit.lanes) {
+        for ((component, lanes), access) in &self.cluster.blocks[warp.block].remote_accesses {
+            if !known.get(*component).covers(access.clock, *lanes) {
                 let text = format!(
                     "the block ends, and nothing orders an access of {} to its shared memory \
                      before that",
-                    visit.actor
+                    access.actor
                 );
                 let mut hazard = self.hazard(warp, None, HazardKind::ExitedBlock, text);
-                (hazard.place, hazard.other) = (visit.place, None);
+                (hazard.place, hazard.other) = (access.place, None);
                 return Err(hazard);
             }
         }
@@ -231,7 +231,7 @@ impl<'a> Executor<'_, 'a> {
 
     /// Checks that registers are written before they are read, and that those of products in flight
     /// are left alone.
-    fn check_registers(&self, warp: &mut Warp<'a>, instruction: &Instruction) -> Step<()> {
+    fn check_registers(&self, warp: &mut Warp<'a>, instruction: &Instruction) -> Executed<()> {
         let touches = &warp.code.touches[warp.pc];
         let in_flight = warp.products > warp.products_waited;
         let is_product = matches!(instruction, Instruction::Wgmma { .. });
@@ -281,12 +281,12 @@ impl<'a> Executor<'_, 'a> {
         let text = format!("register {index} is {verb} while {what}");
         let mut hazard = self.hazard(warp, None, kind, text);
         let step = warp.shadow.product_steps.get(number as usize - 1);
-        hazard.other = step.and_then(|step| self.world.code.places[*step]);
+        hazard.other = step.and_then(|step| self.grid_state.code.places[*step]);
         hazard
     }
 
     /// Checks that all lanes of the warp reach an instruction together.
-    pub(crate) fn aligned(&self, warp: &Warp<'_>, what: &str) -> Step<()> {
+    pub(crate) fn aligned(&self, warp: &Warp<'_>, what: &str) -> Executed<()> {
         if warp.active == FULL {
             return Ok(());
         }
@@ -294,7 +294,7 @@ impl<'a> Executor<'_, 'a> {
         Err(self.hazard(warp, None, HazardKind::Divergent, text))
     }
 
-    fn execute(&mut self, warp: &mut Warp<'a>, instruction: &Instruction) -> Step<Flow> {
+    fn execute(&mut self, warp: &mut Warp<'a>, instruction: &Instruction) -> Executed<Flow> {
         use Instruction as I;
         match instruction {
             I::Move { .. }
@@ -310,7 +310,7 @@ impl<'a> Executor<'_, 'a> {
                 if let I::Unary { operation: ptx::UnaryOperation::Exp2, ty, .. } = instruction {
                     let each = if ty.is_packed_half() { 2 } else { 1 };
                     let count = each * warp.active.count_ones() as u64;
-                    self.world.counts.add(Measure::Exponentials, count);
+                    self.grid_state.counts.add(Measure::Exponentials, count);
                 }
                 arithmetic::execute(warp, instruction);
             }
@@ -322,7 +322,7 @@ impl<'a> Executor<'_, 'a> {
 
             I::ReadSpecial { dst, special } => self.read_special(warp, *dst, *special),
             I::ReadParameter { dst, parameter } => {
-                let value = self.world.parameters[parameter.0 as usize];
+                let value = self.grid_state.parameters[parameter.0 as usize];
                 match warp.code.slots[dst.0 as usize].0.bits() {
                     64 => warp.set_wide(*dst, &[value; 32]),
                     _ => warp.set_word(*dst, &[value as u32; 32]),
@@ -394,7 +394,7 @@ impl<'a> Executor<'_, 'a> {
             }
             I::WarpSync => {
                 self.aligned(warp, "a warp barrier")?;
-                if self.world.checked {
+                if self.grid_state.checked {
                     warp.clock.synchronise();
                 }
             }
@@ -425,7 +425,7 @@ impl<'a> Executor<'_, 'a> {
                 self.aligned(warp, "bar.sync")?;
                 let generation = self.named_arrive(warp, *barrier, *threads)?;
                 let barrier = warp.word(*barrier)[0];
-                self.world.counts.add(Measure::BarrierWaits, 1);
+                self.grid_state.counts.add(Measure::BarrierWaits, 1);
                 return Ok(Flow::Block(Wait::Named { barrier, generation }));
             }
             I::BarrierArrive { barrier, threads } => {
@@ -526,8 +526,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(Flow::Next)
     }
 
-    fn read_special(&mut self, warp: &mut Warp<'a>, dst: ptx::Register, special: Special) {
-        let program = self.world.program;
+    fn read_special(&mut self, warp: &mut Warp<'a>, dst: ptx::Register, special: SpecialRegister) {
+        let program = self.grid_state.program;
         let along = |axis: ptx::Axis, x: u32, otherwise: u32| match axis {
             ptx::Axis::X => x,
             ptx::Axis::Y | ptx::Axis::Z => otherwise,
@@ -536,23 +536,25 @@ impl<'a> Executor<'_, 'a> {
         let cluster = program.cluster.max(1);
         let uniform = |value: u32| [value; 32];
         let word = match special {
-            Special::Thread(ptx::Axis::X) => {
+            SpecialRegister::Thread(ptx::Axis::X) => {
                 std::array::from_fn(|lane| 32 * warp.in_block + lane as u32)
             }
-            Special::Thread(ptx::Axis::Y | ptx::Axis::Z) => uniform(0),
-            Special::BlockExtent(axis) => uniform(along(axis, program.threads, 1)),
-            Special::Block(axis) => uniform(along(axis, block, 0)),
-            Special::GridExtent(axis) => uniform(along(axis, self.world.grid, 1)),
-            Special::Cluster(axis) => uniform(along(axis, block / cluster, 0)),
-            Special::ClusterGridExtent(axis) => uniform(along(axis, self.world.grid / cluster, 1)),
-            Special::ClusterRank => uniform(block % cluster),
-            Special::ClusterSize => uniform(cluster),
-            Special::Lane => std::array::from_fn(|lane| lane as u32),
-            Special::LanesBefore => std::array::from_fn(|lane| (1u32 << lane) - 1),
-            Special::Multiprocessor => uniform(block % 132),
-            Special::MultiprocessorCount => uniform(132),
-            Special::Clock => uniform(warp.time as u32),
-            Special::Clock64 | Special::GlobalTimer => {
+            SpecialRegister::Thread(ptx::Axis::Y | ptx::Axis::Z) => uniform(0),
+            SpecialRegister::BlockExtent(axis) => uniform(along(axis, program.threads, 1)),
+            SpecialRegister::Block(axis) => uniform(along(axis, block, 0)),
+            SpecialRegister::GridExtent(axis) => uniform(along(axis, self.grid_state.grid, 1)),
+            SpecialRegister::Cluster(axis) => uniform(along(axis, block / cluster, 0)),
+            SpecialRegister::ClusterGridExtent(axis) => {
+                uniform(along(axis, self.grid_state.grid / cluster, 1))
+            }
+            SpecialRegister::ClusterRank => uniform(block % cluster),
+            SpecialRegister::ClusterSize => uniform(cluster),
+            SpecialRegister::Lane => std::array::from_fn(|lane| lane as u32),
+            SpecialRegister::LanesBefore => std::array::from_fn(|lane| (1u32 << lane) - 1),
+            SpecialRegister::Multiprocessor => uniform(block % 132),
+            SpecialRegister::MultiprocessorCount => uniform(132),
+            SpecialRegister::Clock => uniform(warp.time as u32),
+            SpecialRegister::Clock64 | SpecialRegister::GlobalTimer => {
                 warp.set_wide(dst, &[warp.time; 32]);
                 return;
             }

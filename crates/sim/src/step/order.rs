@@ -6,7 +6,7 @@
 
 use ptx::{Fence, Scope, Space};
 
-use crate::clock::{Fenced, Knowledge};
+use crate::clock::{ClockSet, Fenced};
 use crate::machine::{CLUSTER_WINDOW, Executor, Release};
 use crate::warp::{Warp, lanes_of};
 
@@ -41,7 +41,7 @@ impl<'a> Executor<'_, 'a> {
         acquires: bool,
     ) {
         let key = self.key(warp, space, address);
-        let Some(releases) = self.world.releases.get(&key) else { return };
+        let Some(releases) = self.grid_state.releases.get(&key) else { return };
         if acquires {
             self.learn(warp, 1 << lane, releases, scope);
         } else {
@@ -56,7 +56,7 @@ impl<'a> Executor<'_, 'a> {
     /// `scope` and whose own scope includes these lanes.
     fn learn(&self, warp: &mut Warp<'a>, lanes: u32, releases: &[Release], scope: Scope) {
         let (cluster, block) = (self.cluster.index, self.cluster.blocks[warp.block].index);
-        let mut learned = Knowledge::default();
+        let mut learned = ClockSet::default();
         for release in releases.iter().filter(|it| it.reaches(cluster, block, scope)) {
             if release.cluster == cluster {
                 learned.join(&release.knowledge);
@@ -92,7 +92,7 @@ impl<'a> Executor<'_, 'a> {
         keys.sort_unstable();
         keys.dedup();
         for key in keys {
-            let list = self.world.releases.entry(key).or_default();
+            let list = self.grid_state.releases.entry(key).or_default();
             let same = list
                 .iter_mut()
                 .find(|r| r.cluster == cluster && r.block == block && r.scope == scope);
@@ -116,7 +116,7 @@ impl<'a> Executor<'_, 'a> {
                 barrier.published |= barrier.component == component && own(barrier.lane);
             }
         }
-        if !self.world.checked {
+        if !self.grid_state.checked {
             return;
         }
         match fence {

@@ -7,12 +7,12 @@ use super::access::Target;
 use crate::float;
 use crate::hazard::HazardKind;
 use crate::lower;
-use crate::machine::{Executor, Product, SHARED_BASE, Step};
+use crate::machine::{Executed, Executor, Product, SHARED_BASE};
 use crate::shadow::{Event, NO_LANE, Observer, Proxy, Source};
-use crate::tensor::{Descriptor, decode_chunk, decode_word, multiply, multiply_narrow};
+use crate::tensor::{Descriptor, decode_chunk, decode_word, multiply, multiply_fp8};
 use crate::trace::{Span, Track};
 use crate::warp::{Wait, Warp};
-use crate::{EightBitSums, Measure};
+use crate::{Fp8Accumulation, Measure};
 
 /// An operand of a `wgmma` in shared memory.
 struct SharedOperand {
@@ -51,7 +51,7 @@ impl<'a> Executor<'_, 'a> {
         &mut self,
         warp: &mut Warp<'a>,
         instruction: &Instruction,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let Instruction::Wgmma { d, accumulate, a, b, .. } = instruction else {
             unreachable!("dispatched on wgmma");
         };
@@ -73,12 +73,12 @@ impl<'a> Executor<'_, 'a> {
                 }
             },
         };
-        if self.world.checked {
+        if self.grid_state.checked {
             self.check_product_registers(warp, d, accumulate, a, number)?;
         }
         warp.products = number;
-        let released = self.world.checked.then(|| warp.clock.release(u32::MAX));
-        let (after, since) = (self.cluster.next_operation, self.world.shadow.count());
+        let released = self.grid_state.checked.then(|| warp.clock.release(u32::MAX));
+        let (after, since) = (self.cluster.next_operation, self.grid_state.shadow.count());
         let group = &mut self.cluster.groups[warp.group];
         let index = (number - group.done - 1) as usize;
         let member = 1u8 << (warp.in_block % 4);
@@ -86,7 +86,7 @@ impl<'a> Executor<'_, 'a> {
             let same = (product.step, product.a, product.b, product.accumulate)
                 == (warp.pc, a_bits, b_bits, accumulate);
             if !same {
-                let other = self.world.code.places[product.step];
+                let other = self.grid_state.code.places[product.step];
                 let text = format!(
                     "product {number} of this warp is not product {number} of the others in its \
                      warpgroup"
@@ -120,14 +120,14 @@ impl<'a> Executor<'_, 'a> {
         for operand in shared_operands(instruction, &product) {
             self.check_descriptor(warp, &operand)?;
         }
-        if self.world.checked {
+        if self.grid_state.checked {
             self.mark_product(warp.block, instruction, &product, 1);
         }
         self.cluster.groups[warp.group].queue.push_back(product);
         Ok(())
     }
 
-    fn uniform(&self, warp: &Warp<'a>, register: Register, name: &str) -> Step<u64> {
+    fn uniform(&self, warp: &Warp<'a>, register: Register, name: &str) -> Executed<u64> {
         let values = warp.wide_of(register);
         if values.iter().all(|v| *v == values[0]) {
             return Ok(values[0]);
@@ -136,7 +136,7 @@ impl<'a> Executor<'_, 'a> {
         Err(self.hazard(warp, None, HazardKind::BadDescriptor, text))
     }
 
-    fn check_descriptor(&self, warp: &Warp<'a>, operand: &SharedOperand) -> Step<()> {
+    fn check_descriptor(&self, warp: &Warp<'a>, operand: &SharedOperand) -> Executed<()> {
         let descriptor = Descriptor::decode(operand.bits);
         let (name, bits) = (operand.name, operand.bits);
         let fault = |text: String| Err(self.hazard(warp, None, HazardKind::BadDescriptor, text));
@@ -147,7 +147,7 @@ impl<'a> Executor<'_, 'a> {
             let offset = descriptor.base_offset;
             return fault(format!("descriptor {bits:#018x} of {name} has base offset {offset}"));
         }
-        let length = self.world.program.shared_bytes();
+        let length = self.grid_state.program.shared_bytes();
         for chunk in descriptor.chunks(operand.rows, operand.outer_contiguous) {
             let offset = chunk.wrapping_sub(SHARED_BASE);
             if offset > length || 16 > length - offset {
@@ -168,7 +168,7 @@ impl<'a> Executor<'_, 'a> {
         accumulate: bool,
         a: &WgmmaA,
         number: u64,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let operands: &[Register] = match a {
             WgmmaA::Registers(registers) => registers,
             WgmmaA::Shared { .. } => &[],
@@ -186,7 +186,8 @@ impl<'a> Executor<'_, 'a> {
                 };
                 let kind = HazardKind::MissingWgmmaFence;
                 let mut hazard = self.hazard(warp, None, kind, text);
-                hazard.other = touched.then(|| self.world.code.places[step as usize]).flatten();
+                hazard.other =
+                    touched.then(|| self.grid_state.code.places[step as usize]).flatten();
                 return Err(hazard);
             }
         }
@@ -240,7 +241,7 @@ impl<'a> Executor<'_, 'a> {
             let descriptor = Descriptor::decode(operand.bits);
             for chunk in descriptor.chunks(operand.rows, operand.outer_contiguous) {
                 let first = (chunk - SHARED_BASE) as usize / 4;
-                for word in &mut self.cluster.blocks[block].departing[first..first + 4] {
+                for word in &mut self.cluster.blocks[block].pending_reads[first..first + 4] {
                     *word = (*word as i32 + change) as u16;
                 }
             }
@@ -252,7 +253,8 @@ impl<'a> Executor<'_, 'a> {
         let per_block = self.cluster.groups.len() / self.cluster.blocks.len();
         let groups = &self.cluster.groups[block * per_block..(block + 1) * per_block];
         groups.iter().flat_map(|g| &g.queue).find_map(|product| {
-            let lower::Step::Execute(instruction) = &self.world.code.steps[product.step] else {
+            let lower::Step::Execute(instruction) = &self.grid_state.code.steps[product.step]
+            else {
                 return None;
             };
             let reads = shared_operands(instruction, product).iter().any(|operand| {
@@ -264,7 +266,7 @@ impl<'a> Executor<'_, 'a> {
         })
     }
 
-    pub(super) fn wait_products(&mut self, warp: &mut Warp<'a>, pending: u32) -> Step<Flow> {
+    pub(super) fn wait_products(&mut self, warp: &mut Warp<'a>, pending: u32) -> Executed<Flow> {
         let keep = (pending as usize).min(warp.commits.len());
         let over = warp.commits.len() - keep;
         let until = if over > 0 { warp.commits[over - 1] } else { 0 };
@@ -273,9 +275,9 @@ impl<'a> Executor<'_, 'a> {
     }
 
     /// Computes the oldest product of a warpgroup and writes its accumulator.
-    pub(crate) fn finish_product(&mut self, group: usize) -> Step<()> {
+    pub(crate) fn finish_product(&mut self, group: usize) -> Executed<()> {
         let product = self.cluster.groups[group].queue.pop_front().expect("scheduled");
-        let code = self.world.code;
+        let code = self.grid_state.code;
         let lower::Step::Execute(instruction) = &code.steps[product.step] else {
             unreachable!("products are made of wgmma");
         };
@@ -296,7 +298,7 @@ impl<'a> Executor<'_, 'a> {
         };
         let first = self.first_warp(group);
         let block = self.warp(first).block;
-        if self.world.checked {
+        if self.grid_state.checked {
             self.mark_product(block, instruction, &product, -1);
             self.check_product(group, block, instruction, &product)?;
         }
@@ -319,12 +321,15 @@ impl<'a> Executor<'_, 'a> {
         if negate_a != negate_b {
             a_values.iter_mut().for_each(|x| *x = -*x);
         }
-        let narrow = inner == 32
+        let truncated = inner == 32
             && *accumulator == Element::F32
-            && self.world.options.eight_bit_sums == EightBitSums::Narrow;
-        let (sums, accumulate) = if narrow {
+            && self.grid_state.options.fp8_accumulation == Fp8Accumulation::Truncated;
+        let (sums, accumulate) = if truncated {
             let old = self.accumulated(first, d, columns, product.accumulate);
-            (multiply_narrow(&a_values, &b_rows, &old, inner, columns), false)
+            (
+                multiply_fp8([*a_element, *b_element], &a_values, &b_rows, &old, inner, columns),
+                false,
+            )
         } else {
             (multiply(&a_values, &b_rows, inner, columns), product.accumulate)
         };
@@ -358,11 +363,11 @@ impl<'a> Executor<'_, 'a> {
                 }
             }
         }
-        let counts = &mut self.world.counts;
+        let counts = &mut self.grid_state.counts;
         counts.add(Measure::TensorOperations, 2 * 64 * *n as u64 * inner as u64);
         let shared_rows = *n as u64 + if matches!(a, WgmmaA::Shared { .. }) { 64 } else { 0 };
         counts.add(Measure::TensorBytesRead, 32 * shared_rows);
-        self.world.progress += 1;
+        self.grid_state.progress += 1;
         // 4096 operations per cycle on 16-bit elements, twice that on 8-bit ones.
         let cycles = (*n as u64).div_ceil(2);
         let free = &mut self.cluster.tensor_free[block];
@@ -371,7 +376,7 @@ impl<'a> Executor<'_, 'a> {
         let state = &mut self.cluster.groups[group];
         state.done = product.number;
         state.finished_at = start + cycles;
-        if let Some(trace) = &mut self.world.trace {
+        if let Some(trace) = &mut self.grid_state.trace {
             let block = self.cluster.blocks[block].index;
             let name = format!("m64n{n}k{inner} of warpgroup {group}");
             let (track, end) = (Track::TensorCores, start + cycles);
@@ -409,7 +414,7 @@ impl<'a> Executor<'_, 'a> {
         block: usize,
         instruction: &Instruction,
         product: &Product,
-    ) -> Step<()> {
+    ) -> Executed<()> {
         let first = self.first_warp(group);
         let event = Event {
             cluster: self.cluster.index,
@@ -417,12 +422,12 @@ impl<'a> Executor<'_, 'a> {
             clock: product.number as u32,
             proxy: Proxy::Async,
             source: Source::Product,
-            place: self.world.code.places[product.step],
+            place: self.grid_state.code.places[product.step],
             actor: self.actor(self.warp(first), None),
             what: "wgmma",
             since: product.since,
         };
-        let event = self.world.shadow.event(event);
+        let event = self.grid_state.shadow.event(event);
         for operand in shared_operands(instruction, product) {
             let descriptor = Descriptor::decode(operand.bits);
             for chunk in descriptor.chunks(operand.rows, operand.outer_contiguous) {
@@ -442,7 +447,7 @@ impl<'a> Executor<'_, 'a> {
                     );
                     let kind = HazardKind::SwizzleMismatch;
                     let mut hazard = self.event_hazard(event, NO_LANE, kind, text);
-                    hazard.other = self.world.shadow.get(cell.written_by()).place;
+                    hazard.other = self.grid_state.shadow.get(cell.written_by()).place;
                     return Err(hazard);
                 }
             }
@@ -463,7 +468,7 @@ impl<'a> Executor<'_, 'a> {
         let mut values = Vec::with_capacity(rows as usize * 32);
         for chunk in Descriptor::decode(bits).chunks(rows, outer_contiguous) {
             let at = (chunk - SHARED_BASE) as usize;
-            decode_chunk(&shared[at..at + 16], element, &self.world.small, &mut values);
+            decode_chunk(&shared[at..at + 16], element, &self.grid_state.small, &mut values);
         }
         if !outer_contiguous {
             return values;
@@ -490,14 +495,19 @@ impl<'a> Executor<'_, 'a> {
         for member in 0..4 {
             let warp = self.warp(first + member);
             let fragment: [_; 4] = registers.map(|r| *warp.word_of(r));
-            spread_a(&fragment, element, &self.world.small, &mut values[16 * inner * member..]);
+            spread_a(
+                &fragment,
+                element,
+                &self.grid_state.small,
+                &mut values[16 * inner * member..],
+            );
         }
         values
     }
 
     /// Returns the first warp of a warpgroup, by its index in the cluster.
     pub(crate) fn first_warp(&self, group: usize) -> usize {
-        let warps_per_block = self.world.program.threads as usize / 32;
+        let warps_per_block = self.grid_state.program.threads as usize / 32;
         let groups_per_block = warps_per_block.div_ceil(4);
         group / groups_per_block * warps_per_block + group % groups_per_block * 4
     }
@@ -521,7 +531,7 @@ impl<'a> Executor<'_, 'a> {
             MmaShape::M16N8K16 => 16,
             MmaShape::M16N8K32 => 32,
         };
-        let small = &self.world.small;
+        let small = &self.grid_state.small;
         let mut a_values = vec![0.0; 16 * inner];
         let mut b_values = vec![0.0; inner * 8];
         let fragment: Vec<_> = a.iter().map(|r| *warp.word_of(*r)).collect();
@@ -556,7 +566,7 @@ impl<'a> Executor<'_, 'a> {
             });
             warp.set_word(*d, &result);
         }
-        self.world.counts.add(Measure::TensorOperations, 2 * 16 * 8 * inner as u64);
+        self.grid_state.counts.add(Measure::TensorOperations, 2 * 16 * 8 * inner as u64);
         warp.time += inner as u64;
     }
 }

@@ -3,7 +3,7 @@
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::{Options, Policy, mutate};
 use ptx::{
-    Barriers, Builder, Expression, Instruction, Operand, Reg, Role, Scope, SharedAddress,
+    Builder, Expression, Instruction, Mbarriers, Operand, Reg, Role, Scope, SharedAddress,
     StatementKind, Target, U32,
 };
 
@@ -62,7 +62,7 @@ fn with_barrier(
     body: impl FnOnce(&mut Builder, Reg<SharedAddress>),
 ) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, threads);
-    let barriers = Barriers::new(&mut k, "barrier", 1, arrivals);
+    let barriers = Mbarriers::new(&mut k, "barrier", 1, arrivals);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();
@@ -96,7 +96,7 @@ fn mbarrier_initialised_twice() {
 fn mbarrier_initialisation_not_visible() {
     let kernel = |sync: bool| {
         let mut k = Builder::new("kernel", Target::SM_90A, 64);
-        let barriers = Barriers::new(&mut k, "barrier", 1, 64);
+        let barriers = Mbarriers::new(&mut k, "barrier", 1, 64);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| barriers.init(k));
         if sync {
@@ -175,7 +175,7 @@ fn mbarrier_memory_touched() {
 #[test]
 fn deadlock_of_two_warps() {
     let mut k = Builder::new("kernel", Target::SM_90A, 64);
-    let barriers = Barriers::new(&mut k, "turn", 2, 1);
+    let barriers = Mbarriers::new(&mut k, "turn", 2, 1);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();

@@ -1,7 +1,7 @@
 //! Hazards of clusters: accesses to the shared memory of other blocks.
 
 use flashcore_sim::HazardKind as H;
-use ptx::{Barriers, Builder, Expression, Target};
+use ptx::{Builder, Expression, Mbarriers, Scope, Target};
 
 use crate::{fails, hazard, passes};
 
@@ -18,7 +18,7 @@ fn no_such_rank() {
 /// Returns a kernel in which each block arrives at the mbarrier of the other.
 fn neighbours(sync_at_end: bool) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
-    let barriers = Barriers::new(&mut k, "barrier", 1, 1);
+    let barriers = Mbarriers::new(&mut k, "barrier", 1, 1);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();
@@ -41,4 +41,36 @@ fn block_has_exited() {
     fails("block_has_exited", H::ExitedBlock, &program);
     let options = flashcore_sim::Options::values(flashcore_sim::Policy::Latest, 0);
     assert_eq!(hazard(&program, &options).kind, H::ExitedBlock);
+}
+
+/// Returns a kernel in which two lanes of block 0 arrive at mbarriers of block 1, which waits only
+/// for the second arrival before it ends.
+fn two_lanes(synced: bool) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+    let barriers = Mbarriers::new(&mut k, "barrier", 2, 1);
+    let thread = k.thread_index();
+    k.if_(thread.equals(0), |k| barriers.init(k));
+    k.barriers_ready();
+    let rank = k.cluster_rank();
+    let [unwaited, waited] = [0, 1].map(|index| barriers.at(&mut k, index));
+    k.if_((thread + rank * 32).equals(0), |k| {
+        let remote = k.map_shared(unwaited, 1);
+        k.mbarrier_arrive_remote(remote);
+    });
+    if synced {
+        k.warp_sync();
+    }
+    k.if_((thread + rank * 32).equals(5), |k| {
+        let remote = k.map_shared(waited, 1);
+        k.mbarrier_arrive_remote(remote);
+    });
+    k.if_(rank.equals(1), |k| k.mbarrier_wait(waited, 0, Scope::Cluster));
+    k.finish().unwrap()
+}
+
+/// A later access of another lane of the warp does not hide the first one.
+#[test]
+fn block_has_exited_for_one_lane() {
+    passes(&two_lanes(true));
+    fails("block_has_exited_for_one_lane", H::ExitedBlock, &two_lanes(false));
 }

@@ -2,7 +2,7 @@
 
 use flashcore_sim::HazardKind as H;
 use ptx::{
-    Address, Barriers, Builder, Expression, GlobalAddress, Instruction, Operand, Reg, Scope,
+    Address, Builder, Expression, GlobalAddress, Instruction, Mbarriers, Operand, Reg, Scope,
     SharedAddress, Target, U32,
 };
 
@@ -45,7 +45,7 @@ fn with_load(body: impl FnOnce(&mut Builder, &Load)) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 64);
     let input = k.parameter::<GlobalAddress>("input");
     let offset = k.shared("tile", 256, 128);
-    let barriers = Barriers::new(&mut k, "loaded", 1, 1);
+    let barriers = Mbarriers::new(&mut k, "loaded", 1, 1);
     let tile = k.shared_address(offset);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
@@ -297,7 +297,7 @@ fn asynchronous_copies_in_groups() {
         let mut k = Builder::new("kernel", Target::SM_90A, 32);
         let input = k.parameter::<GlobalAddress>("input");
         let offset = k.shared("tile", 1024, 128);
-        let barriers = Barriers::new(&mut k, "copied", 1, 32);
+        let barriers = Mbarriers::new(&mut k, "copied", 1, 32);
         let tile = k.shared_address(offset);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| barriers.init(k));

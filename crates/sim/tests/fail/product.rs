@@ -3,9 +3,9 @@
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::mutate;
 use ptx::{
-    Accumulate, BF16x2, Barriers, Builder, CopyHint, Element, Expression, F32, Fence,
-    GlobalAddress, Instruction, Operand, Register, Scope, SharedTiles, StatementKind, Swizzle,
-    Target, TensorBox, TileLayout, U32, U64, WgmmaA,
+    Accumulate, BF16x2, Builder, CopyHint, Element, Expression, F32, Fence, GlobalAddress,
+    Instruction, Mbarriers, Operand, Register, Scope, SharedTiles, StatementKind, Swizzle, Target,
+    TensorBox, TileLayout, U32, U64, WgmmaA,
 };
 
 use crate::{fails, passes};
@@ -19,7 +19,7 @@ fn square(swizzle: Swizzle) -> ptx::Program {
     let out = k.parameter::<GlobalAddress>("out");
     let map = k.tensor_map("a", TensorBox { swizzle, ..LAYOUT.tensor_box(2) });
     let tile = SharedTiles::new(&mut k, "tile", LAYOUT, 1).at(&mut k, 0);
-    let barriers = Barriers::new(&mut k, "loaded", 1, 1);
+    let barriers = Mbarriers::new(&mut k, "loaded", 1, 1);
     let thread = k.thread_index();
     k.if_(thread.equals(0), |k| barriers.init(k));
     k.barriers_ready();
@@ -222,7 +222,10 @@ fn three_warps_multiply() {
     program.registers.push(ptx::Type::U32);
     let thread = Register(program.registers.len() as u32 - 1);
     for instruction in [
-        Instruction::ReadSpecial { dst: thread, special: ptx::Special::Thread(ptx::Axis::X) },
+        Instruction::ReadSpecial {
+            dst: thread,
+            special: ptx::SpecialRegister::Thread(ptx::Axis::X),
+        },
         Instruction::Compare {
             comparison: ptx::Comparison::Less,
             ty: ptx::Type::U32,

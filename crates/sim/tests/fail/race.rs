@@ -42,7 +42,7 @@ fn a_lane_that_arrives_does_not_speak_for_the_others() {
     let kernel = |meet: bool| {
         let mut k = Builder::new("kernel", Target::SM_90A, 64);
         let tile = k.shared("tile", 128, 16);
-        let barriers = ptx::Barriers::new(&mut k, "ready", 1, 1);
+        let barriers = ptx::Mbarriers::new(&mut k, "ready", 1, 1);
         let tile = k.shared_address(tile);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| barriers.init(k));

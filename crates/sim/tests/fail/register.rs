@@ -115,7 +115,7 @@ fn both_sides_of_a_branch_and_breaks_out_of_it() {
     });
     let expected = k.eval(lane + 1);
     let odd = k.eval((lane % 2).equals(1));
-    let expected = k.eval(ptx::Choose::choose::<ptx::U32>(odd, 3, expected));
+    let expected = k.eval(ptx::Select::select::<ptx::U32>(odd, 3, expected));
     let all = k.all(count.equals(expected));
     let wrong = k.eval(!all);
     k.if_(wrong, |k| k.push(Instruction::Trap));

@@ -1,7 +1,7 @@
 //! Values of integer, float and predicate instructions.
 
 use ptx::{
-    BinaryOperation, Builder, Choose, Expression, F32, Instruction, Operand, Reg, S32, Type, U32,
+    BinaryOperation, Builder, Expression, F32, Instruction, Operand, Reg, S32, Select, Type, U32,
     U64, UnaryOperation,
 };
 
@@ -207,7 +207,7 @@ fn floats_and_nan() {
         let power = k.exp2(a);
         let reciprocal = k.reciprocal(a);
         let less = k.eval(a.less(b));
-        let chosen = k.eval(less.choose::<F32>(a, b));
+        let chosen = k.eval(less.select::<F32>(a, b));
         let all = [sum, product, low, high, fused, power, reciprocal, chosen];
         all.map(|r| word(k, r)).to_vec()
     });

@@ -2,7 +2,7 @@
 
 use flashcore_sim as sim;
 use ptx::{
-    Barriers, Builder, CopyHint, Element, Expression, GlobalAddress, Instruction, Scope, Swizzle,
+    Builder, CopyHint, Element, Expression, GlobalAddress, Instruction, Mbarriers, Scope, Swizzle,
     Target, TensorBox, U32, U64,
 };
 use sim::{Argument, Memory, TensorMapArgument};
@@ -19,7 +19,7 @@ fn box_in_shared_memory(swizzle: Swizzle, corner: [i32; 3]) -> Vec<u32> {
     let map = k.tensor_map("tensor", tensor_box.clone());
     let out = k.parameter::<GlobalAddress>("out");
     let offset = k.shared("tile", words * 4, 1024);
-    let barriers = Barriers::new(&mut k, "loaded", 1, 1);
+    let barriers = Mbarriers::new(&mut k, "loaded", 1, 1);
     let tile = k.shared_address(offset);
     let lane = k.lane();
     k.if_(lane.equals(0), |k| barriers.init(k));

@@ -1,6 +1,6 @@
 //! Values of instructions across the lanes of a warp.
 
-use ptx::{Choose, Expression, Instruction, Operand, Pred, ShuffleMode, U32};
+use ptx::{Expression, Instruction, Operand, Pred, Select, ShuffleMode, U32};
 
 use crate::{each, map_words};
 
@@ -28,7 +28,7 @@ fn shuffles() {
                 lane: Operand::u32(lane),
                 clamp,
             });
-            let seen = k.eval(valid.choose::<U32>(1, 0));
+            let seen = k.eval(valid.select::<U32>(1, 0));
             out.extend([dst, seen]);
         }
         out
@@ -56,7 +56,7 @@ fn votes_and_elections() {
         let ballot = k.register::<U32>();
         k.push(Instruction::Ballot { dst: ballot.register(), predicate: odd.register() });
         let elected = k.elect();
-        let one = |k: &mut ptx::Builder, p: ptx::Reg<Pred>| k.eval(p.choose::<U32>(1, 0));
+        let one = |k: &mut ptx::Builder, p: ptx::Reg<Pred>| k.eval(p.select::<U32>(1, 0));
         vec![one(k, all), one(k, any), ballot, one(k, elected)]
     });
     assert_eq!(results[0], [0; 32]);

@@ -4,9 +4,9 @@ use std::fmt;
 
 use super::sequences::{check_alone, run_alone};
 use super::{CheckedSequences, Outcome};
-use crate::dice::Dice;
 use crate::reference::Row;
-use crate::verdict::{Judge, Place, Verdict};
+use crate::rng::Rng;
+use crate::verdict::{ComparedValue, Judge, Verdict};
 use flashcore::gpu::{
     AppendProblem, AppendTensors, DeviceLists, DeviceTensor, Gpu, GpuError, GuardedBuffer,
     RotaryTables, RotatedQueries,
@@ -77,13 +77,13 @@ pub fn check_append(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
 
 impl AppendCase {
     fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
-        let mut dice = Dice::new(mix(seed ^ 0x0a99_e2d5));
-        let batch = dice.of(&[1, 2, 3, 9, 33]);
-        let kv_heads = dice.of(&[1, 2, 3, 8]);
-        let group = dice.of(&[1, 2, 5]);
+        let mut rng = Rng::new(mix(seed ^ 0x0a99_e2d5));
+        let batch = rng.choose(&[1, 2, 3, 9, 33]);
+        let kv_heads = rng.choose(&[1, 2, 3, 8]);
+        let group = rng.choose(&[1, 2, 5]);
         let (head_dim, value_head_dim) =
-            dice.of(&[(64, 64), (128, 128), (192, 128), (8, 24), (136, 256)]);
-        let mask = dice.of(&[Mask::NONE, Mask::CAUSAL, Mask::window(Some(9), Some(0))]);
+            rng.choose(&[(64, 64), (128, 128), (192, 128), (8, 24), (136, 256)]);
+        let mask = rng.choose(&[Mask::NONE, Mask::CAUSAL, Mask::window(Some(9), Some(0))]);
         let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
             .with_kv_heads(kv_heads)
             .with_value_head_dim(value_head_dim)
@@ -91,38 +91,38 @@ impl AppendCase {
             .with_mask(mask);
         // New keys and values have 16 bits.
         if dtype.is_8_bit() {
-            let wide = dice.of(&[DType::F16, DType::BF16]);
-            let descale = dice.of(&[Descale::None, Descale::PerHead, Descale::PerToken]);
+            let wide = rng.choose(&[DType::F16, DType::BF16]);
+            let descale = rng.choose(&[Descale::None, Descale::PerHead, Descale::PerToken]);
             problem = problem.with_dtype(wide).with_kv_dtype(dtype);
             problem = problem.with_descales(Descales::of_cache(descale));
         }
-        let top = dice.of(&[0, 5, 70]);
-        let most = dice.of(&[1, 1, 4, 40]);
-        let lengths: Vec<usize> = (0..batch).map(|_| dice.below(top + 1)).collect();
-        let counts: Vec<usize> = (0..batch).map(|_| dice.below(most + 1)).collect();
+        let top = rng.choose(&[0, 5, 70]);
+        let most = rng.choose(&[1, 1, 4, 40]);
+        let lengths: Vec<usize> = (0..batch).map(|_| rng.below(top + 1)).collect();
+        let counts: Vec<usize> = (0..batch).map(|_| rng.below(most + 1)).collect();
         let buffer: Vec<usize> = lengths.iter().zip(&counts).map(|(a, b)| a + b).collect();
 
-        let (place, cache) = dice.cache(buffer, kv_heads, head_dim)?;
+        let (place, cache) = rng.cache(buffer, kv_heads, head_dim)?;
         let place = place.with_lengths(lengths.clone());
-        let (new, new_shape) = dice.rows(&counts, kv_heads, head_dim);
+        let (new, new_shape) = rng.rows(&counts, kv_heads, head_dim);
         let random = |dtype: DType, shape: Shape, dim: usize, stream: u64| {
             Tensor::random(dtype, Shape { dim, ..shape }, mix(seed).wrapping_add(stream))
         };
         let wide = problem.dtypes.query;
         let tensor = |shape, dim, stream| random(wide, shape, dim, stream);
         let factors = random_descales(problem.descale_shapes_over(cache), seed)?;
-        let angles = |dice: &mut Dice| -> Result<Angles, Error> {
-            let dim = dice.of(&[head_dim, head_dim, head_dim / 2]);
+        let angles = |rng: &mut Rng| -> Result<Angles, Error> {
+            let dim = rng.choose(&[head_dim, head_dim, head_dim / 2]);
             let positions = top + most + 7;
             let table = |stream| tensor(Shape::new(1, positions, 1, 1), dim / 2, stream);
             let (cosines, sines) = (table(5)?, table(6)?);
-            Ok(Angles { dim, interleaved: dice.one_in(2), positions, cosines, sines })
+            Ok(Angles { dim, interleaved: rng.one_in(2), positions, cosines, sines })
         };
-        let rotary = dice.one_in(2).then(|| angles(&mut dice)).transpose()?;
-        let queries = match rotary.is_some() && dice.one_in(2) {
+        let rotary = rng.one_in(2).then(|| angles(&mut rng)).transpose()?;
+        let queries = match rotary.is_some() && rng.one_in(2) {
             true => {
-                let counts: Vec<usize> = (0..batch).map(|_| dice.below(6)).collect();
-                let (queries, shape) = dice.rows(&counts, problem.query_heads, head_dim);
+                let counts: Vec<usize> = (0..batch).map(|_| rng.below(6)).collect();
+                let (queries, shape) = rng.rows(&counts, problem.query_heads, head_dim);
                 Some((tensor(shape, head_dim, 7)?, queries))
             }
             false => None,
@@ -157,7 +157,7 @@ impl AppendCase {
                 let row = Row { batch: row / shape.length, head, query: row % shape.length };
                 rows += usize::from(element == 0);
                 let (result, reference) = (f64::from(result), f64::from(reference));
-                judge.look_at(Place { row, element, result, reference }, reference);
+                judge.look_at(ComparedValue { row, element, result, reference }, reference);
             }
         };
         compare(&found.key, &expected.key);
@@ -169,7 +169,7 @@ impl AppendCase {
             let row = Row { batch, head: 0, query: 0 };
             let (result, reference) = (f64::from(*found), f64::from(*expected));
             if result != reference {
-                let place = Place { row, element: 0, result: f64::NAN, reference };
+                let place = ComparedValue { row, element: 0, result: f64::NAN, reference };
                 judge.look_at(place, reference);
             }
         }

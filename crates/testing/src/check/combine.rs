@@ -4,9 +4,9 @@ use std::fmt;
 
 use super::sequences::{check_alone, run_alone};
 use super::{CheckedSequences, Outcome};
-use crate::dice::Dice;
 use crate::reference::Row;
-use crate::verdict::{Judge, Place, Verdict};
+use crate::rng::Rng;
+use crate::verdict::{ComparedValue, Judge, Verdict};
 use flashcore::gpu::{
     AttentionState, CombineProblem, CombineTensors, DeviceLists, DeviceTensor, Gpu, GpuError,
     GuardedBuffer,
@@ -46,35 +46,35 @@ pub fn check_combine(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
 
 impl CombineCase {
     fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
-        let mut dice = Dice::new(mix(seed ^ 0x0e26_e5a1));
+        let mut rng = Rng::new(mix(seed ^ 0x0e26_e5a1));
         let shape = Shape::new(
-            dice.of(&[1, 1, 2, 5]),
-            dice.of(&[1, 1, 3, 17]),
-            dice.of(&[1, 2, 7]),
-            dice.of(&[64, 128, 192, 256, 2, 40]),
+            rng.choose(&[1, 1, 2, 5]),
+            rng.choose(&[1, 1, 3, 17]),
+            rng.choose(&[1, 2, 7]),
+            rng.choose(&[64, 128, 192, 256, 2, 40]),
         );
-        let count = dice.of(&[1, 2, 2, 3, 5, 9, 33]);
-        let partial = dice.of(&[DType::F32, dtype]);
+        let count = rng.choose(&[1, 2, 2, 3, 5, 9, 33]);
+        let partial = rng.choose(&[DType::F32, dtype]);
         let problem = CombineProblem::new(count, shape, dtype).with_partial(partial);
         let rows = shape.batch * shape.length * shape.heads;
-        let spread = dice.of(&[1.0, 10.0, 100.0]);
-        let wrong = dice.one_in(8);
+        let spread = rng.choose(&[1.0, 10.0, 100.0]);
+        let wrong = rng.one_in(8);
         let parts = (0..count as u64)
             .map(|part| {
                 let stream = mix(seed).wrapping_add(part);
                 let output = Tensor::random(partial, shape, stream)?;
-                let log_sum = |row: usize| match dice.below(8) {
+                let log_sum = |row: usize| match rng.below(8) {
                     // A row that saw nothing in some parts; some rows saw nothing in any part.
                     0 | 1 => f32::NEG_INFINITY,
                     _ if row % 5 == 2 => f32::NEG_INFINITY,
                     // Log-sum-exps that no attention gives must show in the result.
-                    2 if wrong => dice.of(&[f32::INFINITY, f32::NAN]),
+                    2 if wrong => rng.choose(&[f32::INFINITY, f32::NAN]),
                     _ => spread * normal(stream, row as u64),
                 };
                 Ok((output, (0..rows).map(log_sum).collect()))
             })
             .collect::<Result<_, Error>>()?;
-        Ok(CombineCase { seed, problem, parts, apart: count == 2 && dice.one_in(2) })
+        Ok(CombineCase { seed, problem, parts, apart: count == 2 && rng.one_in(2) })
     }
 
     /// Returns the exact outputs and log-sum-exps of rows in the order (batch, heads, length).
@@ -117,11 +117,11 @@ impl CombineCase {
             let row = Row { batch: outer / heads, head: outer % heads, query };
             let result = f64::from(found.1[index]);
             let reference = *reference;
-            lse.look_at(Place { row, element: 0, result, reference }, reference);
+            lse.look_at(ComparedValue { row, element: 0, result, reference }, reference);
             found.0.head(row.batch, row.head).read(query, &mut values);
             for (element, value) in values.iter().enumerate() {
                 let reference = exact[index * dim + element];
-                let place = Place { row, element, result: f64::from(*value), reference };
+                let place = ComparedValue { row, element, result: f64::from(*value), reference };
                 output.look_at(place, reference);
             }
         }

@@ -176,18 +176,18 @@ fn check_case<'a>(
         return Vec::new();
     };
     let problem = case.problem.clone().backward();
-    let serving = super::serving(backends, kernel, &problem, &arrangement);
-    if serving.is_empty() {
+    let kernels = super::accepting_kernels(backends, kernel, &problem, &arrangement);
+    if kernels.is_empty() {
         return Vec::new();
     }
     let outcomes = expecting(case, |expected| {
-        Ok(serving.iter().map(|(backend, kernel)| expected.check(*backend, kernel)).collect())
+        Ok(kernels.iter().map(|(backend, kernel)| expected.check(*backend, kernel)).collect())
     });
     let outcomes: Vec<Result<GradientsOutcome, Error>> = match outcomes {
         Ok(outcomes) => outcomes,
         Err(error) => vec![Err(error)],
     };
-    let checked = serving.into_iter().zip(outcomes);
+    let checked = kernels.into_iter().zip(outcomes);
     let of = |((backend, kernel), outcome): ((&dyn Backend, &'static str), _)| Checked {
         case,
         backend: backend.name(),

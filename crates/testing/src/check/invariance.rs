@@ -17,7 +17,7 @@ use flashcore::{
     RunOptions, Shape, Tensor,
 };
 
-use crate::dice::Dice;
+use crate::rng::Rng;
 
 /// The sequences that batches are drawn from, and the recorded results of their queries.
 pub struct Invariance {
@@ -41,7 +41,7 @@ struct Member {
 }
 
 /// The result of attention over some sequences: outputs and log-sum-exps.
-pub type Answer = Result<(Tensor, Vec<f32>), String>;
+type BatchResult = Result<(Tensor, Vec<f32>), String>;
 
 impl Invariance {
     /// Creates `sequences` sequences of `longest` keys. Of the problem, the heads, head dims,
@@ -65,11 +65,11 @@ impl Invariance {
             tensor(3, problem.dtypes.value, kv_heads, problem.value_head_dim)?,
         ];
         // Next to the ends of tiles and of splits, and at random.
-        let mut dice = Dice::new(11);
+        let mut rng = Rng::new(11);
         let mut ends: Vec<usize> =
             [1, 16, 17, 32, 33, 128, 511, 512, 513, 1024, 1025, 4096, 8192, 8193, longest]
                 .into_iter()
-                .chain((0..8).map(|_| 1 + dice.below(longest)))
+                .chain((0..8).map(|_| 1 + rng.below(longest)))
                 .filter(|end| *end <= longest)
                 .collect();
         ends.sort_unstable();
@@ -86,13 +86,13 @@ impl Invariance {
     /// Computes some queries of every sequence, each alone.
     pub fn alone(
         &mut self,
-        run: &mut impl FnMut(&Sequences, &InputTensors) -> Answer,
+        run: &mut impl FnMut(&Sequences, &InputTensors) -> BatchResult,
     ) -> Result<(), String> {
-        let mut dice = Dice::new(12);
+        let mut rng = Rng::new(12);
         for sequence in 0..self.sequences {
             for end in self.ends.clone() {
                 let member = Member { sequence, queries: end - 1..end };
-                self.take(vec![member], &mut dice, run)?;
+                self.take(vec![member], &mut rng, run)?;
             }
         }
         Ok(())
@@ -104,30 +104,30 @@ impl Invariance {
         &mut self,
         seed: u64,
         [sequences, queries]: [usize; 2],
-        run: &mut impl FnMut(&Sequences, &InputTensors) -> Answer,
+        run: &mut impl FnMut(&Sequences, &InputTensors) -> BatchResult,
     ) -> Result<(), String> {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         // Favours small batches, and batches of one query per sequence.
-        let most = 1 + dice.below(sequences);
-        let queries = dice.of(&[1, 1, 8.min(queries), queries]);
-        let count = 1 + dice.below(most);
-        let member = |dice: &mut Dice| {
-            let end = dice.of(&self.ends);
-            let count = 1 + dice.below(queries.min(end));
-            Member { sequence: dice.below(self.sequences), queries: end - count..end }
+        let most = 1 + rng.below(sequences);
+        let queries = rng.choose(&[1, 1, 8.min(queries), queries]);
+        let count = 1 + rng.below(most);
+        let member = |rng: &mut Rng| {
+            let end = rng.choose(&self.ends);
+            let count = 1 + rng.below(queries.min(end));
+            Member { sequence: rng.below(self.sequences), queries: end - count..end }
         };
-        let members: Vec<Member> = (0..count).map(|_| member(&mut dice)).collect();
+        let members: Vec<Member> = (0..count).map(|_| member(&mut rng)).collect();
         let new = members.iter().filter_map(|Member { sequence, queries }| {
             let is_new = |position: &usize| !self.known.contains_key(&(*sequence, *position));
             let new: Vec<usize> = queries.clone().filter(is_new).collect();
-            let position = *new.get(dice.below(new.len()))?;
+            let position = *new.get(rng.below(new.len()))?;
             Some(Member { sequence: *sequence, queries: position..position + 1 })
         });
         let alone: Vec<Member> = new.collect();
         let mut all = vec![members];
         all.extend(alone.into_iter().map(|member| vec![member]));
         for members in all {
-            self.take(members, &mut dice, run).map_err(|error| format!("seed {seed}: {error}"))?;
+            self.take(members, &mut rng, run).map_err(|error| format!("seed {seed}: {error}"))?;
         }
         Ok(())
     }
@@ -135,10 +135,10 @@ impl Invariance {
     fn take(
         &mut self,
         members: Vec<Member>,
-        dice: &mut Dice,
-        run: &mut impl FnMut(&Sequences, &InputTensors) -> Answer,
+        rng: &mut Rng,
+        run: &mut impl FnMut(&Sequences, &InputTensors) -> BatchResult,
     ) -> Result<(), String> {
-        let (sequences, tensors) = self.assemble(&members, dice).map_err(|it| it.to_string())?;
+        let (sequences, tensors) = self.assemble(&members, rng).map_err(|it| it.to_string())?;
         let (output, lse) = run(&sequences, &tensors)?;
         let query = tensors.query.shape();
         let row_bytes = query.heads * self.problem.value_head_dim * output.dtype().bytes();
@@ -177,13 +177,13 @@ impl Invariance {
     fn assemble(
         &self,
         members: &[Member],
-        dice: &mut Dice,
+        rng: &mut Rng,
     ) -> Result<(Sequences, InputTensors), Error> {
         let (heads, kv_heads) = (self.problem.query_heads, self.problem.kv_heads);
         let counts: Vec<usize> = members.iter().map(|member| member.queries.len()).collect();
         let lengths: Vec<usize> = members.iter().map(|member| member.queries.end).collect();
-        let (queries, query_shape) = dice.rows(&counts, heads, self.problem.head_dim);
-        let (keys, key_shape) = dice.cache(lengths, kv_heads, self.problem.head_dim)?;
+        let (queries, query_shape) = rng.rows(&counts, heads, self.problem.head_dim);
+        let (keys, key_shape) = rng.cache(lengths, kv_heads, self.problem.head_dim)?;
         let value_shape = Shape { dim: self.problem.value_head_dim, ..key_shape };
         let first_query = |member: &Member| member.queries.start;
         let [query, key, value] = &self.rows;
@@ -258,7 +258,7 @@ pub fn run_batches(
 }
 
 /// Returns a function that runs a back end, for [`Invariance`] to compare.
-pub fn on_backend(backend: &dyn Backend) -> impl FnMut(&Sequences, &InputTensors) -> Answer {
+pub fn on_backend(backend: &dyn Backend) -> impl FnMut(&Sequences, &InputTensors) -> BatchResult {
     |sequences, tensors| {
         let attend = || {
             let (problem, inputs) = sequences.over(tensors.inputs())?;

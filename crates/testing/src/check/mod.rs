@@ -6,7 +6,7 @@ pub mod cases;
 mod combine;
 mod gradients;
 mod invariance;
-pub mod ladder;
+pub mod matrix;
 mod ragged_gradients;
 mod sequences;
 
@@ -24,7 +24,7 @@ pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
 pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
-pub use invariance::{Answer as AnswerOfBatch, Invariance, on_backend, run_batches};
+pub use invariance::{Invariance, on_backend, run_batches};
 pub use ragged_gradients::RaggedGradients;
 pub use sequences::{CheckedSequences, DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
 
@@ -129,7 +129,7 @@ pub struct Checked<'a, O = Outcome> {
 }
 
 /// Returns the kernels of these back ends that accept a problem, or only the one with this name.
-fn serving<'b>(
+fn accepting_kernels<'b>(
     backends: &[&'b dyn Backend],
     kernel: Option<&str>,
     problem: &Problem,
@@ -182,7 +182,7 @@ fn check_case<'a>(
     let Ok(arrangement) = case.arrangement() else {
         return Vec::new();
     };
-    let kernels = serving(backends, kernel, &case.problem, &arrangement);
+    let kernels = accepting_kernels(backends, kernel, &case.problem, &arrangement);
     if kernels.is_empty() {
         return Vec::new();
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::sequences::random_rules;
 use super::{ExpectedGradients, GradientsOutcome};
-use crate::dice::Dice;
+use crate::rng::Rng;
 use crate::scene::of_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
@@ -30,27 +30,26 @@ impl RaggedGradients {
     /// with as many keys as queries; padded ones; left padding, windows, chunks, softcaps, slopes,
     /// sinks and grouped heads. Rows that belong to no sequence are NaN.
     pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
-        let mut dice = Dice::new(mix(seed ^ 0x6a66_ed00));
-        let batch = dice.of(&[1, 2, 3, 5, 9, 33, 70]);
-        let kv_heads = dice.of(&[1, 1, 2]);
-        let group = dice.of(&[1, 1, 2, 3]);
-        let (dim, value_dim) = dice.of(&DIMS);
+        let mut rng = Rng::new(mix(seed ^ 0x6a66_ed00));
+        let batch = rng.choose(&[1, 2, 3, 5, 9, 33, 70]);
+        let kv_heads = rng.choose(&[1, 1, 2]);
+        let group = rng.choose(&[1, 1, 2, 3]);
+        let (dim, value_dim) = rng.choose(&DIMS);
         let most = if batch > 9 { 40 } else { 300 };
-        let length = |dice: &mut Dice| match dice.below(3) {
-            0 => dice.of(&EDGES).min(most),
-            _ => dice.below(most),
+        let length = |rng: &mut Rng| match rng.below(3) {
+            0 => rng.choose(&EDGES).min(most),
+            _ => rng.below(most),
         };
-        let queries: Vec<usize> = (0..batch).map(|_| length(&mut dice)).collect();
-        let keys = match dice.one_in(2) {
+        let queries: Vec<usize> = (0..batch).map(|_| length(&mut rng)).collect();
+        let keys = match rng.one_in(2) {
             true => queries.clone(),
-            false => (0..batch).map(|_| length(&mut dice)).collect(),
+            false => (0..batch).map(|_| length(&mut rng)).collect(),
         };
-        let problem =
-            random_rules(&mut dice, [batch, group, kv_heads], [dim, value_dim], dtype, 40);
-        let (queries, query) = place(&mut dice, queries, kv_heads * group, dim);
-        let (mut keys, key) = place(&mut dice, keys, kv_heads, dim);
-        if dice.one_in(5) {
-            let skipped = keys.ends().to_vec().iter().map(|end| dice.below(end + 1)).collect();
+        let problem = random_rules(&mut rng, [batch, group, kv_heads], [dim, value_dim], dtype, 40);
+        let (queries, query) = place(&mut rng, queries, kv_heads * group, dim);
+        let (mut keys, key) = place(&mut rng, keys, kv_heads, dim);
+        if rng.one_in(5) {
+            let skipped = keys.ends().to_vec().iter().map(|end| rng.below(end + 1)).collect();
             keys = keys.with_left_padding(skipped);
         }
         let sequences = Sequences::new(problem, queries, keys)?;
@@ -88,8 +87,8 @@ impl RaggedGradients {
 }
 
 /// Places sequences packed, with or without gaps, or padded.
-fn place(dice: &mut Dice, lengths: Vec<usize>, heads: usize, dim: usize) -> (Placement, Shape) {
-    let gaps: &[usize] = match dice.below(4) {
+fn place(rng: &mut Rng, lengths: Vec<usize>, heads: usize, dim: usize) -> (Placement, Shape) {
+    let gaps: &[usize] = match rng.below(4) {
         0 => {
             let longest = lengths.iter().copied().max().unwrap_or(0).max(1);
             let shape = Shape::new(lengths.len(), longest, heads, dim);
@@ -100,7 +99,7 @@ fn place(dice: &mut Dice, lengths: Vec<usize>, heads: usize, dim: usize) -> (Pla
     };
     let mut starts = vec![0];
     for length in &lengths {
-        starts.push(starts[starts.len() - 1] + length + dice.of(gaps));
+        starts.push(starts[starts.len() - 1] + length + rng.choose(gaps));
     }
     let rows = starts[lengths.len()].max(1);
     (Placement::packed(starts).with_lengths(lengths), Shape::new(1, rows, heads, dim))

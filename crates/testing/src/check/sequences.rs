@@ -6,8 +6,8 @@ use rayon::prelude::*;
 
 use super::cases::mixtures;
 use super::{Outcome, same_bits};
-use crate::dice::Dice;
 use crate::reference::{self, Answer, Rows};
+use crate::rng::Rng;
 use crate::scene::of_sequences;
 use crate::verdict::compare_sequences;
 use flashcore::random::mix;
@@ -148,81 +148,81 @@ impl SequencesCase {
     /// and sinks; groups of 1 to 16 query heads; one query for each sequence or several; 1 to 64
     /// splits.
     pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
-        let mut dice = Dice::new(mix(seed ^ 0x5e9e_0ce5));
-        let batch = dice.of(&[1, 1, 2, 3, 5, 9, 33]);
-        let kv_heads = dice.of(&[1, 1, 2, 3]);
-        let group = dice.of(&[1, 2, 3, 4, 6, 7, 8, 16]);
-        let (head_dim, value_head_dim) = dice.of(&DIMS);
+        let mut rng = Rng::new(mix(seed ^ 0x5e9e_0ce5));
+        let batch = rng.choose(&[1, 1, 2, 3, 5, 9, 33]);
+        let kv_heads = rng.choose(&[1, 1, 2, 3]);
+        let group = rng.choose(&[1, 2, 3, 4, 6, 7, 8, 16]);
+        let (head_dim, value_head_dim) = rng.choose(&DIMS);
         let top = match batch {
-            33 => dice.of(&[3, 40, 120]),
-            1..=2 => dice.of(&[1, 16, 100, 257, 700, 1500]),
-            _ => dice.of(&[1, 15, 17, 63, 100, 300]),
+            33 => rng.choose(&[3, 40, 120]),
+            1..=2 => rng.choose(&[1, 16, 100, 257, 700, 1500]),
+            _ => rng.choose(&[1, 15, 17, 63, 100, 300]),
         };
         let lengths: Vec<usize> = (0..batch)
-            .map(|_| match dice.below(6) {
+            .map(|_| match rng.below(6) {
                 0 => 0,
                 1 => 1.min(top),
                 2 | 3 => top,
-                _ => dice.below(top + 1),
+                _ => rng.below(top + 1),
             })
             .collect();
         let problem =
-            random_rules(&mut dice, [batch, group, kv_heads], [head_dim, value_head_dim], dtype, 5);
+            random_rules(&mut rng, [batch, group, kv_heads], [head_dim, value_head_dim], dtype, 5);
 
-        let (queries, query) = Self::queries(&mut dice, batch, problem.query_heads, head_dim);
-        let (keys, cache) = Self::keys(&mut dice, lengths, kv_heads, head_dim)?;
+        let (queries, query) = Self::queries(&mut rng, batch, problem.query_heads, head_dim);
+        let (keys, cache) = Self::keys(&mut rng, lengths, kv_heads, head_dim)?;
         let sequences = Sequences::new(problem, queries, keys)?;
         let tensors = tensors(&sequences, query, cache, seed)?;
-        let splits = (!dice.one_in(3)).then(|| dice.of(&SPLITS));
+        let splits = (!rng.one_in(3)).then(|| rng.choose(&SPLITS));
         Ok(SequencesCase { seed, sequences, tensors, splits })
     }
 
-    fn queries(dice: &mut Dice, batch: usize, heads: usize, dim: usize) -> (Placement, Shape) {
+    fn queries(rng: &mut Rng, batch: usize, heads: usize, dim: usize) -> (Placement, Shape) {
         // Now and then as many queries as a query tile has, and more.
-        let many = (dice.one_in(4) && batch < 9).then(|| dice.of(&[33, 70, 150]));
-        if dice.one_in(3) {
+        let many = (rng.one_in(4) && batch < 9).then(|| rng.choose(&[33, 70, 150]));
+        if rng.one_in(3) {
             let mut starts = vec![0];
             for sequence in 0..batch {
-                starts.push(starts[sequence] + dice.below(many.unwrap_or(5)));
+                starts.push(starts[sequence] + rng.below(many.unwrap_or(5)));
             }
             let shape = Shape::new(1, starts[batch], heads, dim);
             let rooms: Vec<usize> = starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            return (Self::used(dice, Placement::packed(starts), &rooms), shape);
+            return (Self::used(rng, Placement::packed(starts), &rooms), shape);
         }
-        let length = many.unwrap_or_else(|| dice.of(&[1, 1, 1, 2, 3, 5]));
+        let length = many.unwrap_or_else(|| rng.choose(&[1, 1, 1, 2, 3, 5]));
         let rooms = vec![length; batch];
         let placement = Placement::padded(rooms.clone());
-        (Self::used(dice, placement, &rooms), Shape::new(batch, length, heads, dim))
+        (Self::used(rng, placement, &rooms), Shape::new(batch, length, heads, dim))
     }
 
     /// Sometimes uses fewer queries than there is room for.
-    fn used(dice: &mut Dice, queries: Placement, rooms: &[usize]) -> Placement {
-        match dice.one_in(4) {
-            true => queries.with_lengths(rooms.iter().map(|room| dice.below(room + 1)).collect()),
+    fn used(rng: &mut Rng, queries: Placement, rooms: &[usize]) -> Placement {
+        match rng.one_in(4) {
+            true => queries.with_lengths(rooms.iter().map(|room| rng.below(room + 1)).collect()),
             false => queries,
         }
     }
 
     fn keys(
-        dice: &mut Dice,
+        rng: &mut Rng,
         lengths: Vec<usize>,
         heads: usize,
         dim: usize,
     ) -> Result<(Placement, Shape), Error> {
         let batch = lengths.len();
         let padding: Option<Vec<usize>> =
-            dice.one_in(4).then(|| lengths.iter().map(|length| dice.below(length + 1)).collect());
-        let (placement, shape) = match dice.below(4) {
+            rng.one_in(4).then(|| lengths.iter().map(|length| rng.below(length + 1)).collect());
+        let (placement, shape) = match rng.below(4) {
             0 => {
                 let mut starts = vec![0];
                 for length in &lengths {
-                    starts.push(starts[starts.len() - 1] + length + dice.of(&[0, 0, 3]));
+                    starts.push(starts[starts.len() - 1] + length + rng.choose(&[0, 0, 3]));
                 }
                 let rows = starts[batch].max(1);
                 let placement = Placement::packed(starts).with_lengths(lengths);
                 (placement, Shape::new(1, rows, heads, dim))
             }
-            _ => dice.cache(lengths, heads, dim)?,
+            _ => rng.cache(lengths, heads, dim)?,
         };
         Ok(match padding {
             Some(padding) => (placement.with_left_padding(padding), shape),
@@ -252,7 +252,7 @@ impl SequencesCase {
         kernel: Option<&str>,
     ) -> Result<Vec<(&'b dyn Backend, &'static str)>, Error> {
         let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
-        Ok(super::serving(backends, kernel, &problem, &inputs.arrangement(&problem)?))
+        Ok(super::accepting_kernels(backends, kernel, &problem, &inputs.arrangement(&problem)?))
     }
 }
 
@@ -329,31 +329,31 @@ impl fmt::Display for SequencesCase {
 /// Creates a problem over sequences whose lengths are not known yet, with a random mask that looks
 /// ahead by less than `ahead`, and random score rules.
 pub(super) fn random_rules(
-    dice: &mut Dice,
+    rng: &mut Rng,
     [batch, group, kv_heads]: [usize; 3],
     [head_dim, value_head_dim]: [usize; 2],
     dtype: DType,
     ahead: usize,
 ) -> Problem {
-    let mask = match dice.below(5) {
+    let mask = match rng.below(5) {
         0 => Mask::NONE,
         1 | 2 => Mask::CAUSAL,
-        3 => Mask::window(Some(dice.below(60)), Some(0)),
-        _ => Mask::window(Some(dice.below(300)), Some(dice.below(ahead))),
+        3 => Mask::window(Some(rng.below(60)), Some(0)),
+        _ => Mask::window(Some(rng.below(300)), Some(rng.below(ahead))),
     };
-    let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
+    let mask = if rng.one_in(6) { mask.with_chunk(1 + rng.below(200)) } else { mask };
     let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
         .with_kv_heads(kv_heads)
         .with_value_head_dim(value_head_dim)
         .with_dtype(dtype)
         .with_mask(mask);
-    problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
-    if dice.one_in(4) {
-        problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
+    problem.scores.softcap = rng.one_in(4).then(|| rng.choose(&[2.0, 30.0]));
+    if rng.one_in(4) {
+        problem.scores.alibi = rng.choose(&[Alibi::PerHead, Alibi::PerSequence]);
     }
-    problem.scores.sinks = dice.one_in(4);
+    problem.scores.sinks = rng.one_in(4);
     if dtype.is_8_bit() {
-        (problem.dtypes, problem.descales) = dice.of(&mixtures(dtype));
+        (problem.dtypes, problem.descales) = rng.choose(&mixtures(dtype));
     }
     problem
 }

@@ -8,7 +8,7 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use ptx::Place;
+use ptx::SourceLocation;
 
 use super::{Kind, Mutant};
 
@@ -103,7 +103,7 @@ impl Equivalent {
 }
 
 /// Returns the source line at a place.
-fn source(place: Place) -> Option<String> {
+fn source(place: SourceLocation) -> Option<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let text = std::fs::read_to_string(root.join(place.file())).ok()?;
     text.lines().nth(place.line() as usize - 1).map(str::to_owned)

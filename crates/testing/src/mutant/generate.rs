@@ -9,7 +9,7 @@ use ptx::{
 use super::{Change, Kind, Mutant, value, weaken};
 
 /// A possible change of a statement.
-struct Possibility {
+struct Mutation {
     operator: &'static str,
     detail: String,
     change: Change,
@@ -41,8 +41,8 @@ fn of_statement(
 ) {
     let barrier = regions.of_barrier(statement).map(|name| format!(" of {name}"));
     let barrier = barrier.unwrap_or_default();
-    let mut add = |kind, instruction, list: Vec<Possibility>| {
-        all.extend(list.into_iter().map(|Possibility { operator, detail, change }| Mutant {
+    let mut add = |kind, instruction, list: Vec<Mutation>| {
+        all.extend(list.into_iter().map(|Mutation { operator, detail, change }| Mutant {
             kind,
             operator,
             detail: detail + &barrier,
@@ -54,7 +54,7 @@ fn of_statement(
     };
     match &statement.kind {
         StatementKind::Instruction(instruction) => {
-            let [mut deleted, mut weaker, mut wrong] = [(); 3].map(|()| Possibilities::of(program));
+            let [mut deleted, mut weaker, mut wrong] = [(); 3].map(|()| Mutations::of(program));
             if synchronises(instruction) {
                 deleted.push("deleted", name(instruction), Change::default());
             }
@@ -77,15 +77,15 @@ fn of_statement(
 
 /// Returns whether an instruction synchronises, or initialises an mbarrier.
 fn synchronises(instruction: &Instruction) -> bool {
-    sim::mutate::role(instruction).is_some()
+    sim::mutate::synchronisation_kind(instruction).is_some()
         || matches!(instruction, Instruction::MbarrierInit { .. })
 }
 
 /// Returns the replacement of a branch by one of its sides, for all threads.
-fn branch(when: &str, side: &Block) -> Possibility {
+fn branch(when: &str, side: &Block) -> Mutation {
     let statements = side.iter().map(|statement| statement.kind.clone()).collect();
     let change = Change { statements, registers: Vec::new() };
-    Possibility { operator: BRANCH, detail: format!("{when} taken"), change }
+    Mutation { operator: BRANCH, detail: format!("{when} taken"), change }
 }
 
 /// Returns the name of an instruction without its operands.
@@ -98,14 +98,14 @@ pub(super) fn name(instruction: &Instruction) -> String {
 }
 
 /// The possible changes of one instruction.
-pub(super) struct Possibilities<'a> {
+pub(super) struct Mutations<'a> {
     program: &'a Program,
-    all: Vec<Possibility>,
+    all: Vec<Mutation>,
 }
 
-impl<'a> Possibilities<'a> {
+impl<'a> Mutations<'a> {
     fn of(program: &'a Program) -> Self {
-        Possibilities { program, all: Vec::new() }
+        Mutations { program, all: Vec::new() }
     }
 
     pub(super) fn program(&self) -> &'a Program {
@@ -113,11 +113,11 @@ impl<'a> Possibilities<'a> {
     }
 
     pub(super) fn push(&mut self, operator: &'static str, detail: impl Into<String>, new: Change) {
-        self.all.push(Possibility { operator, detail: detail.into(), change: new });
+        self.all.push(Mutation { operator, detail: detail.into(), change: new });
     }
 
     /// Adds the replacement by another instruction.
-    pub(super) fn become_one(
+    pub(super) fn replace_with(
         &mut self,
         operator: &'static str,
         detail: impl Into<String>,
@@ -137,7 +137,7 @@ impl<'a> Possibilities<'a> {
         let mut new = instruction.clone();
         change(&mut new);
         if new != *instruction {
-            self.become_one(operator, detail, new);
+            self.replace_with(operator, detail, new);
         }
     }
 
@@ -148,12 +148,12 @@ impl<'a> Possibilities<'a> {
         operator: &'static str,
         detail: impl Into<String>,
         (ty, operand): (Type, Operand),
-        by: By,
+        by: OperandChange,
         make: impl FnOnce(Operand) -> Instruction,
     ) {
         let (operation, amount) = match by {
-            By::Adding(amount) => (BinaryOperation::Add, amount as u64),
-            By::Flipping(bits) => (BinaryOperation::Xor, bits),
+            OperandChange::Add(amount) => (BinaryOperation::Add, amount as u64),
+            OperandChange::Xor(bits) => (BinaryOperation::Xor, bits),
         };
         let mask = if ty.bits() == 64 { u64::MAX } else { (1 << ty.bits()) - 1 };
         let change = match operand {
@@ -232,7 +232,7 @@ fn of_operands(names: &HashMap<Register, String>, operands: &[Operand]) -> Optio
 
 /// The change of an operand.
 #[derive(Clone, Copy)]
-pub(super) enum By {
-    Adding(i64),
-    Flipping(u64),
+pub(super) enum OperandChange {
+    Add(i64),
+    Xor(u64),
 }

@@ -26,12 +26,12 @@
 //! | `trial` | one mutant against the scenes of its kernel |
 //! | `survey` | many mutants of a kernel, and the score |
 //! | `subject` | the configurations that stand for a family |
-//! | `idle` | mutants that provably compute the same, by an analysis of the program |
+//! | `dataflow` | mutants that provably compute the same, by an analysis of the program |
 //! | `equivalent` | the list of mutants that are equivalent to the original, and why |
 
+mod dataflow;
 mod equivalent;
 mod generate;
-mod idle;
 mod subject;
 mod survey;
 mod trial;
@@ -40,12 +40,12 @@ mod weaken;
 
 use std::fmt;
 
-use ptx::{Block, Instruction, Place, Program, Statement, StatementKind, Type};
+use ptx::{Block, Instruction, Program, SourceLocation, Statement, StatementKind, Type};
 
 pub use equivalent::{Equivalent, equivalents};
 pub use generate::every;
 pub use subject::{families, subjects};
-pub use survey::{Listed, Outcome, Score, Survey, sample, survey};
+pub use survey::{KnownEquivalents, Outcome, Score, Survey, sample, survey};
 pub use trial::{Killer, Trial, Verdict};
 
 /// The kind of a change.
@@ -83,7 +83,7 @@ pub struct Mutant {
     /// What is changed to what.
     pub detail: String,
     /// The place of the changed statement in the kernel's source.
-    pub place: Place,
+    pub place: SourceLocation,
     /// The index of the statement, in the order of [`Program::visit`].
     pub site: usize,
     /// The index of the changed instruction among the program's; for a branch that is never taken,

@@ -6,7 +6,7 @@ use kernels::Configuration;
 use rayon::prelude::*;
 
 use super::{Equivalent, Killer, Kind, Mutant, Trial, Verdict, every};
-use crate::dice::Dice;
+use crate::rng::Rng;
 use crate::scene::SceneError;
 
 /// The outcome of one mutant.
@@ -98,7 +98,7 @@ impl Survey {
 /// no more.
 pub fn sample(mutants: &[Mutant], kind: Kind, count: usize, seed: u64) -> Vec<Mutant> {
     let of_kind: Vec<&Mutant> = mutants.iter().filter(|it| it.kind == kind).collect();
-    let mut chosen = Dice::new(seed).shuffled(of_kind.len());
+    let mut chosen = Rng::new(seed).shuffled(of_kind.len());
     chosen.truncate(count);
     chosen.sort_unstable();
     chosen.into_iter().map(|index| of_kind[index].clone()).collect()
@@ -106,12 +106,12 @@ pub fn sample(mutants: &[Mutant], kind: Kind, count: usize, seed: u64) -> Vec<Mu
 
 /// Whether mutants that the list of equivalents names are tried as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Listed {
+pub enum KnownEquivalents {
     /// They are tried, because an entry may match other mutants of the same line, which are
     /// noticed. Those that are not noticed take long, since they run through every schedule.
-    Tried,
+    Run,
     /// They are skipped and counted as equivalent.
-    Believed,
+    Skip,
 }
 
 /// Tries up to `count(kind)` mutants of each kind of a kernel, on all cores, restricted to those
@@ -121,7 +121,7 @@ pub fn survey(
     kernel: &Configuration,
     (count, seed): (impl Fn(Kind) -> usize, u64),
     at: &str,
-    listed: Listed,
+    listed: KnownEquivalents,
     begin: impl FnOnce(usize),
     done: impl Fn() + Sync,
 ) -> Result<Survey, SceneError> {
@@ -133,13 +133,13 @@ pub fn survey(
         Kind::ALL.into_iter().flat_map(|kind| sample(&all, kind, count(kind), seed)).collect();
     begin(chosen.len());
     let judge = |mutant: Mutant| {
-        let known = trial.listed(&mutant).filter(|_| listed == Listed::Believed);
+        let known = trial.listed(&mutant).filter(|_| listed == KnownEquivalents::Skip);
         let verdict = known.map_or_else(|| trial.judge(&mutant), Verdict::Equivalent);
         done();
         Outcome { mutant, verdict }
     };
     let mut outcomes: Vec<Outcome> = chosen.into_par_iter().map(judge).collect();
-    if listed == Listed::Tried {
+    if listed == KnownEquivalents::Run {
         no_more_than_listed(&mut outcomes);
     }
     Ok(Survey {

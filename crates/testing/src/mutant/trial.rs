@@ -7,7 +7,7 @@ use kernels::Configuration;
 use ptx::Program;
 use sim::{Failure, HazardKind, Measure, Mode, Options, Policy, Report};
 
-use super::idle::Idle;
+use super::dataflow::Dataflow;
 use super::{Equivalent, Kind, Mutant, equivalent};
 use crate::scene::{Scene, SceneError};
 
@@ -73,20 +73,20 @@ const WORK: [Measure; 5] = [
 ];
 
 /// The number of times as many steps as the original that a mutant may take.
-const PATIENCE: u64 = 4;
+const STEP_LIMIT_FACTOR: u64 = 4;
 
 /// A kernel with the scenes that its mutants run on.
 pub struct Trial {
     program: Program,
     /// The analysis of the program.
-    idle: Idle,
-    scenes: Vec<Shown>,
+    dataflow: Dataflow,
+    scenes: Vec<SceneBaseline>,
     /// Whether some scene reaches each instruction.
     reached: Vec<bool>,
 }
 
 /// A scene with the counts of the original kernel.
-struct Shown {
+struct SceneBaseline {
     scene: Scene,
     /// The number of warp instructions of the kernel.
     instructions: u64,
@@ -95,7 +95,7 @@ struct Shown {
 }
 
 /// The result of running a mutant in all scenes.
-enum Seen {
+enum Detection {
     Noticed(Killer),
     /// Nothing noticed it. `slower` is whether it executed more instructions than the kernel in
     /// some scene and fewer in none.
@@ -110,7 +110,7 @@ impl Trial {
         let program = kernel.program()?;
         let mut reached = vec![false; program.instruction_count()];
         let mut scenes = Vec::new();
-        for scene in Scene::unkind(kernel)? {
+        for scene in Scene::adversarial(kernel)? {
             let refused = |failure: Failure| SceneError::Size(format!("{}: {failure}", scene.size));
             let options = Options::checked(FIRST.0, FIRST.1);
             let scene = scene.prepared(&options).map_err(refused)?;
@@ -121,10 +121,10 @@ impl Trial {
             reached.iter_mut().zip(report.reached).for_each(|(all, here)| *all |= here);
             let instructions = report.counts.get(Measure::WarpInstructions);
             let work = WORK.map(|measure| report.counts.get(measure));
-            scenes.push(Shown { scene, instructions, work });
+            scenes.push(SceneBaseline { scene, instructions, work });
         }
-        let idle = Idle::of(&program);
-        Ok(Trial { program, idle, scenes, reached })
+        let dataflow = Dataflow::of(&program);
+        Ok(Trial { program, dataflow, scenes, reached })
     }
 
     /// Returns the program of the kernel.
@@ -143,7 +143,7 @@ impl Trial {
         if unreached && mutant.kind == Kind::Value {
             return Verdict::Unreached;
         }
-        if let Some(known) = self.idle.reason(mutant) {
+        if let Some(known) = self.dataflow.reason(mutant) {
             return Verdict::Equivalent(known);
         }
         let program = mutant.apply(&self.program);
@@ -153,22 +153,22 @@ impl Trial {
         let seen = match mutant.kind {
             // Values mode notices nearly all of them, and is several times faster.
             Kind::Value => match self.under(&program, Mode::Values, &[FIRST]) {
-                Seen::Unnoticed { slower } => {
+                Detection::Unnoticed { slower } => {
                     match self.under(&program, Mode::Checked, &OTHERS[..1]) {
-                        Seen::Unnoticed { .. } => Seen::Unnoticed { slower },
+                        Detection::Unnoticed { .. } => Detection::Unnoticed { slower },
                         noticed => noticed,
                     }
                 }
                 noticed => noticed,
             },
             Kind::Delete | Kind::Weaken => match self.under(&program, Mode::Checked, &[FIRST]) {
-                Seen::Unnoticed { .. } => self.under(&program, Mode::Checked, &OTHERS),
+                Detection::Unnoticed { .. } => self.under(&program, Mode::Checked, &OTHERS),
                 noticed => noticed,
             },
         };
         let slower = match seen {
-            Seen::Noticed(killer) => return Verdict::Killed(killer),
-            Seen::Unnoticed { slower } => slower,
+            Detection::Noticed(killer) => return Verdict::Killed(killer),
+            Detection::Unnoticed { slower } => slower,
         };
         match equivalent::find(&self.program.name, mutant, slower) {
             Some(known) => Verdict::Equivalent(known),
@@ -176,20 +176,20 @@ impl Trial {
         }
     }
 
-    fn under(&self, program: &Program, mode: Mode, schedules: &[(Policy, u64)]) -> Seen {
+    fn under(&self, program: &Program, mode: Mode, schedules: &[(Policy, u64)]) -> Detection {
         let (mut more, mut less) = (false, false);
-        for Shown { scene, instructions, work } in &self.scenes {
+        for SceneBaseline { scene, instructions, work } in &self.scenes {
             for &(policy, seed) in schedules {
-                let step_limit = PATIENCE * instructions + 50_000;
+                let step_limit = STEP_LIMIT_FACTOR * instructions + 50_000;
                 let options = Options { policy, seed, mode, step_limit, ..Options::default() };
                 let report = match notice(scene, program, &options) {
                     Ok(report) => report,
-                    Err(killer) => return Seen::Noticed(killer),
+                    Err(killer) => return Detection::Noticed(killer),
                 };
                 // Under other schedules, other thread blocks may take the work.
                 if (policy, seed) == FIRST {
                     if WORK.map(|measure| report.counts.get(measure)) != *work {
-                        return Seen::Noticed(Killer::Work);
+                        return Detection::Noticed(Killer::Work);
                     }
                     let taken = report.counts.get(Measure::WarpInstructions);
                     more |= taken > *instructions;
@@ -197,7 +197,7 @@ impl Trial {
                 }
             }
         }
-        Seen::Unnoticed { slower: more && !less }
+        Detection::Unnoticed { slower: more && !less }
     }
 }
 

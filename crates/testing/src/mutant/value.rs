@@ -5,11 +5,11 @@ use ptx::{
 };
 
 use super::Change;
-use super::generate::{By, Possibilities, name};
+use super::generate::{Mutations, OperandChange, name};
 use super::weaken::with;
 
 /// Adds the ways in which the values of an instruction can be wrong.
-pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
+pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
     use Instruction as I;
     let text = name(instruction);
     match instruction {
@@ -76,15 +76,21 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
                     Operand::Immediate(_) => Type::S32,
                 };
                 let detail = format!("{text} {index} +1");
-                to.operand("coordinate", detail, (ty, *coordinate), By::Adding(1), |changed| {
-                    with(instruction, |it| {
-                        if let I::TensorLoad { coordinates, .. }
-                        | I::TensorStore { coordinates, .. } = it
-                        {
-                            coordinates[index] = changed;
-                        }
-                    })
-                });
+                to.operand(
+                    "coordinate",
+                    detail,
+                    (ty, *coordinate),
+                    OperandChange::Add(1),
+                    |changed| {
+                        with(instruction, |it| {
+                            if let I::TensorLoad { coordinates, .. }
+                            | I::TensorStore { coordinates, .. } = it
+                            {
+                                coordinates[index] = changed;
+                            }
+                        })
+                    },
+                );
             }
             to.push("store dropped", text, Change::default());
         }
@@ -94,7 +100,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
         | I::Reduce { .. } => to.push("store dropped", text, Change::default()),
         I::Wgmma { b, accumulate, .. } => {
             let b = (Type::U64, (*b).into());
-            to.operand("address", "second operand +32", b, By::Adding(2), |changed| {
+            to.operand("address", "second operand +32", b, OperandChange::Add(2), |changed| {
                 with(instruction, |it| {
                     if let (I::Wgmma { b, .. }, Operand::Register(register)) = (it, changed) {
                         *b = register;
@@ -117,7 +123,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
         }),
         I::Shuffle { dst, src, .. } => {
             let own = I::Move { dst: *dst, src: (*src).into() };
-            to.become_one("shuffle", "of the lane itself", own);
+            to.replace_with("shuffle", "of the lane itself", own);
         }
         I::Vote { .. } => to.edit("vote", "all to any, or back", instruction, |it| {
             if let I::Vote { mode, .. } = it {
@@ -164,7 +170,7 @@ fn opposite(operation: BinaryOperation, ty: Type) -> BinaryOperation {
 }
 
 /// Adds one more and one less for every integer constant, and another number for floats.
-fn constants(to: &mut Possibilities<'_>, instruction: &Instruction, ty: Type) {
+fn constants(to: &mut Mutations<'_>, instruction: &Instruction, ty: Type) {
     let constants = operands(&mut instruction.clone())
         .into_iter()
         .enumerate()
@@ -227,12 +233,12 @@ fn operands(instruction: &mut Instruction) -> Vec<&mut Operand> {
     }
 }
 
-fn bytes_of(to: &Possibilities<'_>, registers: &[Register]) -> i32 {
+fn bytes_of(to: &Mutations<'_>, registers: &[Register]) -> i32 {
     registers.iter().map(|it| to.program().type_of(*it).bits() as i32 / 8).sum()
 }
 
 /// Moves each address of an access by this many bytes.
-fn moved(to: &mut Possibilities<'_>, instruction: &Instruction, bytes: i32) {
+fn moved(to: &mut Mutations<'_>, instruction: &Instruction, bytes: i32) {
     use Instruction as I;
     let detail = format!("{} +{bytes}", name(instruction));
     to.edit("address", detail.clone(), instruction, |it| match it {

@@ -6,7 +6,7 @@ use ptx::{
     StoreOrder, Type,
 };
 
-use super::generate::{By, Possibilities, name};
+use super::generate::{Mutations, OperandChange, name};
 
 /// The smallest unit of a bulk copy in bytes.
 const CHUNK: i64 = 16;
@@ -14,7 +14,7 @@ const CHUNK: i64 = 16;
 const WARP: i64 = 32;
 
 /// Adds the ways in which an instruction can be weakened.
-pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
+pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
     use Instruction as I;
     let text = name(instruction);
     match instruction {
@@ -34,35 +34,47 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
             });
         }
         I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } => {
-            to.operand("other parity", text, (Type::U32, *parity), By::Flipping(1), |changed| {
-                with(instruction, |it| {
-                    if let I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } = it {
-                        *parity = changed;
-                    }
-                })
-            });
+            to.operand(
+                "other parity",
+                text,
+                (Type::U32, *parity),
+                OperandChange::Xor(1),
+                |changed| {
+                    with(instruction, |it| {
+                        if let I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } =
+                            it
+                        {
+                            *parity = changed;
+                        }
+                    })
+                },
+            );
         }
         I::MbarrierArriveExpect { space, address, bytes } => {
             expected_bytes(to, instruction, *bytes);
             let count = None;
             let arrive = I::MbarrierArrive { space: *space, address: *address, count };
-            to.become_one("arrival without bytes", text.clone(), arrive);
+            to.replace_with("arrival without bytes", text.clone(), arrive);
             let expect = I::MbarrierExpect { address: *address, bytes: *bytes };
-            to.become_one("bytes without arrival", text, expect);
+            to.replace_with("bytes without arrival", text, expect);
         }
         I::MbarrierExpect { bytes, .. } => expected_bytes(to, instruction, *bytes),
         I::MbarrierInit { address, count } => {
             for by in [1, -1] {
                 let (address, detail) = (*address, format!("{text} {by:+}"));
-                to.operand("arrivals", detail, (Type::U32, *count), By::Adding(by), |count| {
-                    I::MbarrierInit { address, count }
-                });
+                to.operand(
+                    "arrivals",
+                    detail,
+                    (Type::U32, *count),
+                    OperandChange::Add(by),
+                    |count| I::MbarrierInit { address, count },
+                );
             }
         }
         I::MbarrierArrive { space, address, count } => {
             let (space, address, count) = (*space, *address, count.unwrap_or(Operand::u32(1)));
             let detail = format!("{text} +1");
-            to.operand("arrivals", detail, (Type::U32, count), By::Adding(1), |count| {
+            to.operand("arrivals", detail, (Type::U32, count), OperandChange::Add(1), |count| {
                 I::MbarrierArrive { space, address, count: Some(count) }
             });
         }
@@ -72,7 +84,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
             let of_some = threads.is_some().then_some(*barrier);
             named(to, instruction, of_some, threads.unwrap_or(all));
             let threads = threads.unwrap_or(all);
-            to.become_one("arrival only", text, I::BarrierArrive { barrier: *barrier, threads });
+            to.replace_with("arrival only", text, I::BarrierArrive { barrier: *barrier, threads });
         }
         I::BarrierArrive { barrier, threads } => named(to, instruction, Some(*barrier), *threads),
         I::ClusterArrive { .. } => to.edit("order", text, instruction, |it| {
@@ -81,7 +93,7 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
         I::Fence(fence) => {
             for weaker in weaker_fences(*fence) {
                 let detail = format!("{fence:?} to {weaker:?}");
-                to.become_one("another fence", detail, I::Fence(weaker));
+                to.replace_with("another fence", detail, I::Fence(weaker));
             }
         }
         I::Atomic { order, scope, .. }
@@ -134,11 +146,11 @@ pub(super) fn with(
     new
 }
 
-fn expected_bytes(to: &mut Possibilities<'_>, instruction: &Instruction, bytes: Operand) {
+fn expected_bytes(to: &mut Mutations<'_>, instruction: &Instruction, bytes: Operand) {
     use Instruction as I;
     for by in [CHUNK, -CHUNK] {
         let detail = format!("{} {by:+}", name(instruction));
-        to.operand("bytes", detail, (Type::U32, bytes), By::Adding(by), |changed| {
+        to.operand("bytes", detail, (Type::U32, bytes), OperandChange::Add(by), |changed| {
             with(instruction, |it| {
                 if let I::MbarrierArriveExpect { bytes, .. } | I::MbarrierExpect { bytes, .. } = it
                 {
@@ -149,17 +161,12 @@ fn expected_bytes(to: &mut Possibilities<'_>, instruction: &Instruction, bytes: 
     }
 }
 
-fn named(
-    to: &mut Possibilities<'_>,
-    instruction: &Instruction,
-    id: Option<Operand>,
-    count: Operand,
-) {
+fn named(to: &mut Mutations<'_>, instruction: &Instruction, id: Option<Operand>, count: Operand) {
     use Instruction as I;
     let text = name(instruction);
     if let Some(id) = id {
         let detail = format!("{text} +1");
-        to.operand("other barrier", detail, (Type::U32, id), By::Adding(1), |changed| {
+        to.operand("other barrier", detail, (Type::U32, id), OperandChange::Add(1), |changed| {
             with(instruction, |it| {
                 if let I::BarrierSync { barrier, .. } | I::BarrierArrive { barrier, .. } = it {
                     *barrier = changed;
@@ -169,7 +176,7 @@ fn named(
     }
     for by in [WARP, -WARP] {
         let detail = format!("{text} {by:+}");
-        to.operand("threads", detail, (Type::U32, count), By::Adding(by), |changed| {
+        to.operand("threads", detail, (Type::U32, count), OperandChange::Add(by), |changed| {
             with(instruction, |it| match it {
                 I::BarrierSync { threads, .. } => *threads = Some(changed),
                 I::BarrierArrive { threads, .. } => *threads = changed,

@@ -4,7 +4,7 @@
 //! the softmax is computed in f32 and stored in the element type, the second product is summed in
 //! f32 and stored in the element type. Where the second product multiplies 8-bit numbers,
 //! exponentials are stored in 8 bits, and scores are accumulated as the tensor cores do
-//! ([`sim::narrow_sum`]), since no kernel can recover what they lose there. Where only keys and
+//! ([`sim::fp8_accumulate`]), since no kernel can recover what they lose there. Where only keys and
 //! values have 8 bits, their descaled values are stored in the element type first. The log-sum-exp
 //! is f32 for every element type, and its baseline comes from the scores before they are rounded.
 
@@ -17,7 +17,11 @@ const LANES: usize = 8;
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
-    let dot = if inputs.small_probabilities { narrow_dot } else { dot };
+    let types = inputs.factor_types.map(DType::element);
+    let dot = |a: &[f32], b: &[f32]| match inputs.small_probabilities {
+        true => fp8_dot(types, a, b),
+        false => dot(a, b),
+    };
     let score = |(index, key): (usize, &[f32])| {
         let factor = inputs.key_factors[index] as f32;
         let product = match inputs.widened {
@@ -72,9 +76,11 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
 }
 
 /// Computes a dot product of 8-bit numbers in steps of 32, with the tensor cores' accumulation.
-fn narrow_dot(a: &[f32], b: &[f32]) -> f32 {
+fn fp8_dot(types: [ptx::Element; 2], a: &[f32], b: &[f32]) -> f32 {
     let steps = a.chunks(32).zip(b.chunks(32));
-    steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().copied().zip(b.iter().copied())))
+    steps.fold(0.0, |sum, (a, b)| {
+        sim::fp8_accumulate(types, sum, a.iter().copied().zip(b.iter().copied()))
+    })
 }
 
 /// Rounds an exponential relative to the maximum to 8 bits, scaled so that 1 becomes 256, the

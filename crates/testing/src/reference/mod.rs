@@ -190,6 +190,8 @@ struct RowInputs<'a> {
     value_factors: &'a [f64],
     /// The element type of the output.
     dtype: DType,
+    /// The element types of the query and of the keys.
+    factor_types: [DType; 2],
     /// Whether both products multiply 8-bit numbers, so that probabilities are rounded to 8 bits.
     small_probabilities: bool,
     /// Whether 8-bit keys and values are widened to the element type of the queries.
@@ -269,6 +271,7 @@ fn by_row(
                 key_factors: &key_factors[visible.clone()],
                 value_factors: &value_factors[visible],
                 dtype: problem.dtypes.output,
+                factor_types: [problem.dtypes.query, problem.dtypes.key],
                 small_probabilities: problem.dtypes.query.is_8_bit()
                     && problem.dtypes.value.is_8_bit(),
                 widened: problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit(),

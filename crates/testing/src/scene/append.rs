@@ -15,8 +15,8 @@ use sim::Memory;
 
 use super::call::{Buffers, UNTOUCHED, dtype, out_of_bounds};
 use super::kernel::descale;
-use super::{Expected, Random, Scene, SceneError, Step, encode, round};
-use crate::dice::Dice;
+use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode, round};
+use crate::rng::Rng;
 
 /// The extents of a cache and of the tokens that are appended to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,9 +180,9 @@ impl Scene {
             expected("value scales", Tensor::ValueDescale, Element::F32, value_scales),
             expected("queries", Tensor::RotatedQuery, append.element, turned),
         ];
-        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
+        let step = KernelLaunch::bound(program, launch.blocks, &values, &buffers)?;
         let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
-        Ok(Scene::alone(step, memory, results, size))
+        Ok(Scene::single_launch(step, memory, results, size))
     }
 }
 
@@ -192,16 +192,16 @@ impl AppendSize {
         let AppendSize { lengths, key_heads, page_size, capacity, listed, hostile, .. } = self;
         let (batch, dim) = (lengths.len(), append.head_dim as usize);
         // With hostile lists a sequence uses the last batch entry, whose number can be exceeded.
-        let uses_last = |seed: &u64| Dice::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
+        let uses_last = |seed: &u64| Rng::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
         let seed = (5..50).find(|seed| !hostile || uses_last(seed));
-        let mut dice = Dice::new(seed.unwrap_or(5));
+        let mut rng = Rng::new(seed.unwrap_or(5));
         // Every sequence may grow to the capacity.
         let full = vec![*capacity; batch];
         Ok(match append.paged {
-            true => dice
+            true => rng
                 .paged(full, *page_size, *capacity, *key_heads, dim)
                 .map_err(|error| SceneError::Size(error.to_string()))?,
-            false if *listed => dice.entries(full, *capacity, *key_heads, dim),
+            false if *listed => rng.entries(full, *capacity, *key_heads, dim),
             false => (Placement::padded(full), Shape::new(batch, *capacity, *key_heads, dim)),
         })
     }

@@ -11,7 +11,7 @@ use ptx::{
     Value,
 };
 
-use super::{Scene, SceneError, Step};
+use super::{KernelLaunch, Scene, SceneError};
 use sim::{Argument, Memory};
 
 /// The number of iterations of each loop, large enough that the rest of the kernel does not matter.
@@ -137,5 +137,5 @@ fn scene(name: &str, body: impl FnOnce(&mut Parts)) -> Result<Scene, SceneError>
     let out = memory.output("out", 4 * THREADS as usize);
     let arguments = vec![Argument::Address(out, 0), Argument::U32(ROUNDS)];
     let size = format!("{ROUNDS} rounds");
-    Ok(Scene::alone(Step { program, grid: 1, arguments }, memory, Vec::new(), size))
+    Ok(Scene::single_launch(KernelLaunch { program, grid: 1, arguments }, memory, Vec::new(), size))
 }

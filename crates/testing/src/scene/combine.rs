@@ -9,7 +9,7 @@ use ptx::Element;
 use sim::{BufferId, Memory};
 
 use super::call::{Buffers, dtype};
-use super::{Expected, Random, Scene, SceneError, Step, encode};
+use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
 
 /// The factor by which the log-sum-exps of some rows are further apart than the others'.
 const SPREAD: f64 = 8.0;
@@ -72,7 +72,7 @@ impl Scene {
         ];
         let buffers: Buffers =
             buffers.into_iter().map(|(tensor, id)| (Source::Tensor(tensor), id)).collect();
-        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
+        let step = KernelLaunch::bound(program, launch.blocks, &values, &buffers)?;
         // Returns the index of a row, given in the order (batch, heads, queries), among the
         // outputs.
         let place = |row: usize| {
@@ -83,7 +83,7 @@ impl Scene {
         let results = parts_of.combined(combine.element, place, [output, lse]);
         let size = format!("batch {batch}, {queries} queries, {heads} heads, {parts} parts");
         let written_once = vec![output, lse];
-        Ok(Scene { written_once, ..Scene::alone(step, memory, results, size) })
+        Ok(Scene { written_once, ..Scene::single_launch(step, memory, results, size) })
     }
 }
 

@@ -6,7 +6,7 @@ use kernels::{Backward, Batch, Cache, Configuration, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 
 use super::call::dtype;
-use super::{Call, Place, Ragged};
+use super::{Call, PlacementKind, Ragged};
 
 /// The properties that a kernel is built for.
 #[derive(Clone, Copy, Debug)]
@@ -147,8 +147,8 @@ impl Call {
             }
             Configuration::Mma(it) if it.batch != Batch::Equal => {
                 let place = match it.batch {
-                    Batch::Paged => Place::Paged(it.key_block as usize / 2 - 1),
-                    _ => Place::Apart,
+                    Batch::Paged => PlacementKind::Paged(it.key_block as usize / 2 - 1),
+                    _ => PlacementKind::PackedWithGaps,
                 };
                 let rows = it.query_rows() as usize;
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
@@ -162,13 +162,16 @@ impl Call {
             Configuration::Decode(it) => {
                 let tile = it.tile_keys as usize;
                 let long = (2 * it.warps as usize + 1) * tile + 3;
-                let place = if it.paged { Place::Paged(tile) } else { Place::Entries };
+                let place =
+                    if it.paged { PlacementKind::Paged(tile) } else { PlacementKind::Entries };
                 let ragged = Ragged::new(vec![1; 4], vec![long, 0, 1, tile]).over(place);
-                Call::ragged(kernel, ragged, [3, 1]).on(3)
+                Call::ragged(kernel, ragged, [3, 1]).with_multiprocessors(3)
             }
             Configuration::Prefill(it) => {
                 let rows = it.tile.query_rows() as usize;
-                let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
+                let place = it.page_rows.map_or(PlacementKind::PackedWithGaps, |it| {
+                    PlacementKind::Paged(2 * it as usize)
+                });
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
             }
             Configuration::Backward(it) => {
@@ -189,13 +192,18 @@ impl Call {
         if batch == Batch::Equal {
             return Call::new(kernel, 1, [queries, keys], [2, 1]);
         }
-        let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0]).over(Place::Apart);
-        Call::ragged(kernel, Ragged { query_place: Place::Apart, ..ragged }, [2, 1])
+        let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0])
+            .over(PlacementKind::PackedWithGaps);
+        Call::ragged(
+            kernel,
+            Ragged { query_place: PlacementKind::PackedWithGaps, ..ragged },
+            [2, 1],
+        )
     }
 
     /// Creates a call for a companion kernel of the backward pass, with `queries` queries of
     /// several heads and sequences. Every query sees every key, so that no gradient is zero.
-    pub(super) fn beside(kernel: Configuration, queries: usize) -> Self {
+    pub(super) fn for_companion(kernel: Configuration, queries: usize) -> Self {
         let rules = Rules::DENSE;
         let kernel = match kernel {
             Configuration::Backward(it) => Configuration::Backward(Backward { rules, ..it }),

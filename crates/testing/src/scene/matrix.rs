@@ -4,7 +4,7 @@ use kernels::product::{self, Contiguous};
 use kernels::{Ceiling, Product, Single, ceiling};
 use ptx::{Element, TileLayout};
 
-use super::{Expected, Random, Scene, SceneError, Step, encode};
+use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
 impl Scene {
@@ -26,12 +26,12 @@ impl Scene {
             (a.at(row, inner), b.at(column, inner))
         });
         let buffers = [inputs[0], inputs[1], output];
-        let step = Step {
+        let step = KernelLaunch {
             program: configuration.program()?,
             grid: 1,
             arguments: buffers.map(|buffer| Argument::Address(buffer, 0)).to_vec(),
         };
-        Ok(Scene::alone(step, memory, vec![expected], "64 x 64 x 16".to_owned()))
+        Ok(Scene::single_launch(step, memory, vec![expected], "64 x 64 x 16".to_owned()))
     }
 
     /// Creates a scene of a matrix product with `rows` rows and an inner extent of `inner`.
@@ -58,7 +58,7 @@ impl Scene {
         let expected = Expected::product(output, extents, 1, |row, column, inner| {
             (at(&a, configuration.a, row, inner), at(&b, configuration.b, column, inner))
         });
-        let step = Step {
+        let step = KernelLaunch {
             program: configuration.program()?,
             grid: rows.div_ceil(product::ROWS).next_multiple_of(cluster),
             arguments: vec![
@@ -70,7 +70,7 @@ impl Scene {
             ],
         };
         let size = format!("{rows} x {columns} x {inner}");
-        Ok(Scene::alone(step, memory, vec![expected], size))
+        Ok(Scene::single_launch(step, memory, vec![expected], size))
     }
 
     /// Creates a scene of the ceiling loop with `rounds` rounds.
@@ -87,7 +87,7 @@ impl Scene {
         let expected = Expected::product(output, extents, times, |row, column, inner| {
             (a.at(row, inner), b.at(column, inner))
         });
-        let step = Step {
+        let step = KernelLaunch {
             program: configuration.program()?,
             grid: 1,
             arguments: vec![
@@ -97,7 +97,7 @@ impl Scene {
                 Argument::U32(rounds),
             ],
         };
-        Ok(Scene::alone(step, memory, vec![expected], format!("{rounds} rounds")))
+        Ok(Scene::single_launch(step, memory, vec![expected], format!("{rounds} rounds")))
     }
 }
 

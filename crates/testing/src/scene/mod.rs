@@ -16,9 +16,10 @@
 //! | `kernel` | what a kernel is built for, and the smallest call that exercises it |
 //! | `sequencer`, `append`, `combine`, `widen` | the kernels that run besides attention |
 //! | `matrix`, `banks` | the matrix kernels, and bank conflicts |
-//! | `unkind` | the adversarial scenes of a kernel, in which its mutants must be noticed |
+//! | `adversarial` | the adversarial scenes of a kernel, in which its mutants must be noticed |
 //! | `sweep` | one scene under many schedules |
 
+mod adversarial;
 mod append;
 mod backward;
 mod banks;
@@ -29,7 +30,6 @@ mod matrix;
 mod ragged;
 mod sequencer;
 mod sweep;
-mod unkind;
 mod widen;
 
 use std::fmt;
@@ -39,10 +39,10 @@ use ptx::{Element, Int8, Program};
 
 pub use append::AppendSize;
 pub(crate) use call::of_sequences;
-pub use call::{Call, Weights};
+pub use call::{Call, KeyMagnitudes};
 use kernel::Kernel;
-pub use ragged::{Place, Ragged};
-pub use sweep::{MOST_SEEDS, Outcome, schedules};
+pub use ragged::{PlacementKind, Ragged};
+pub use sweep::{MAX_SEEDS, Outcome, schedules};
 
 use sim::{Argument, BufferId, Failure, Launch, Memory, Options, Report, float};
 
@@ -69,9 +69,9 @@ pub struct Scene {
     /// The arguments, one for each of its parameters.
     pub arguments: Vec<Argument>,
     /// The launches before the kernel under test, over the same memory.
-    pub before: Vec<Step>,
+    pub before: Vec<KernelLaunch>,
     /// The launches after the kernel under test.
-    pub after: Vec<Step>,
+    pub after: Vec<KernelLaunch>,
     /// The memory before the first launch, with inputs in place and outputs unwritten.
     pub memory: Memory,
     /// The expected results.
@@ -86,7 +86,7 @@ pub struct Scene {
 
 /// A launch before or after the kernel under test.
 #[derive(Clone, Debug)]
-pub struct Step {
+pub struct KernelLaunch {
     /// The kernel.
     pub program: Program,
     /// The number of blocks in the grid.
@@ -95,10 +95,10 @@ pub struct Step {
     pub arguments: Vec<Argument>,
 }
 
-impl Step {
+impl KernelLaunch {
     /// Returns the launch in the form that the simulator takes.
     pub fn launch(&self) -> Launch<'_> {
-        let Step { program, grid, arguments } = self;
+        let KernelLaunch { program, grid, arguments } = self;
         Launch { program, grid: *grid, arguments: arguments.clone() }
     }
 }
@@ -183,26 +183,31 @@ impl Scene {
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
                 let before = it.before().unwrap_or(*kernel);
-                Call::beside(before, it.sums.query_block as usize + 5).scene_of(ragged)
+                let call = Call::for_companion(before, it.sums.query_block as usize + 5);
+                call.scene_of(backward_launch(it.batch, 0))
             }
             Configuration::Rounding(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
                 let after = it.after().unwrap_or(*kernel);
-                Call::beside(after, it.sums.query_block as usize + 5).scene_of(2 + ragged)
+                let call = Call::for_companion(after, it.sums.query_block as usize + 5);
+                call.scene_of(backward_launch(it.batch, 2))
             }
             Configuration::SinkGradients(it) => {
-                let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(it.after().unwrap_or(*kernel)).scene_of(3 + ragged)
+                let call = Call::small(it.after().unwrap_or(*kernel));
+                call.scene_of(backward_launch(it.batch, 3))
             }
             attention => Call::small(*attention).scene(),
         }
     }
 
     /// Creates a scene of a kernel without other launches.
-    pub fn alone(step: Step, memory: Memory, results: Vec<Expected>, size: String) -> Self {
-        let Step { program, grid, arguments } = step;
+    pub fn single_launch(
+        step: KernelLaunch,
+        memory: Memory,
+        results: Vec<Expected>,
+        size: String,
+    ) -> Self {
+        let KernelLaunch { program, grid, arguments } = step;
         let (before, after) = (Vec::new(), Vec::new());
         let (written_once, restored) = (Vec::new(), Vec::new());
         Scene {
@@ -230,7 +235,7 @@ impl Scene {
 
     /// Returns the scene over the memory that a run of it left behind, with the results restored to
     /// unwritten, so that no result passes because an earlier run wrote it.
-    pub fn again(&self, left: &Memory) -> Self {
+    pub fn after_run(&self, left: &Memory) -> Self {
         let mut memory = left.clone();
         for result in &self.results {
             memory.restore(result.buffer, &self.memory);
@@ -314,6 +319,12 @@ impl Scene {
         }
         accuracy
     }
+}
+
+/// Returns the index of a launch of the backward pass in its plan: a ragged batch has a launch of
+/// its own before all others, which orders the tiles.
+fn backward_launch(batch: Batch, index: usize) -> usize {
+    index + usize::from(batch != Batch::Equal)
 }
 
 /// A deterministic generator of numbers between -1 and 1.

@@ -6,7 +6,7 @@ use std::fmt;
 use flashcore::serving::{Pages, Placement};
 use flashcore::{Error, Problem, Shape};
 
-use crate::dice::Dice;
+use crate::rng::Rng;
 
 /// A ragged batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,14 +19,14 @@ pub struct Ragged {
     /// for none.
     pub padding: Vec<usize>,
     /// The placement of the queries: padded or packed.
-    pub query_place: Place,
+    pub query_place: PlacementKind,
     /// The placement of the keys.
-    pub key_place: Place,
+    pub key_place: PlacementKind,
 }
 
 /// The placement of sequences in a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum PlacementKind {
     /// A batch entry for each sequence, as long as the longest.
     Padded,
     /// Batch entries in random order; one entry belongs to no sequence.
@@ -34,12 +34,12 @@ pub enum Place {
     /// Packed one after the other.
     Packed,
     /// Packed, with a row after each sequence that belongs to none.
-    Apart,
+    PackedWithGaps,
     /// Pages of this many positions in random order; some pages belong to no sequence.
     Paged(usize),
     /// The first and the last of five pages of this many positions, by turns, so that sequences
     /// share pages.
-    Shared(usize),
+    SharedPages(usize),
 }
 
 type Placed = (Placement, Shape);
@@ -47,12 +47,12 @@ type Placed = (Placement, Shape);
 impl Ragged {
     /// Creates a batch of padded queries over keys in batch entries in random order.
     pub fn new(queries: Vec<usize>, keys: Vec<usize>) -> Self {
-        let (query_place, key_place) = (Place::Padded, Place::Entries);
+        let (query_place, key_place) = (PlacementKind::Padded, PlacementKind::Entries);
         Ragged { queries, keys, padding: Vec::new(), query_place, key_place }
     }
 
     /// Returns the batch with another placement of its keys.
-    pub fn over(&self, key_place: Place) -> Self {
+    pub fn over(&self, key_place: PlacementKind) -> Self {
         Ragged { key_place, ..self.clone() }
     }
 
@@ -68,8 +68,13 @@ impl Ragged {
     }
 }
 
-fn place(place: Place, lengths: &[usize], heads: usize, dim: usize) -> Result<Placed, Error> {
-    let mut dice = Dice::new(5);
+fn place(
+    place: PlacementKind,
+    lengths: &[usize],
+    heads: usize,
+    dim: usize,
+) -> Result<Placed, Error> {
+    let mut rng = Rng::new(5);
     let packed = |gap: usize| {
         let start = |count: usize| lengths[..count].iter().sum::<usize>() + gap * count;
         let starts: Vec<usize> = (0..=lengths.len()).map(start).collect();
@@ -79,15 +84,15 @@ fn place(place: Place, lengths: &[usize], heads: usize, dim: usize) -> Result<Pl
     };
     let room = lengths.iter().copied().max().unwrap_or(0).max(1);
     Ok(match place {
-        Place::Padded => {
+        PlacementKind::Padded => {
             let shape = Shape::new(lengths.len(), room, heads, dim);
             (Placement::padded(lengths.to_vec()), shape)
         }
-        Place::Entries => dice.entries(lengths.to_vec(), room, heads, dim),
-        Place::Packed => packed(0),
-        Place::Apart => packed(1),
-        Place::Paged(size) => dice.paged(lengths.to_vec(), size, room, heads, dim)?,
-        Place::Shared(size) => {
+        PlacementKind::Entries => rng.entries(lengths.to_vec(), room, heads, dim),
+        PlacementKind::Packed => packed(0),
+        PlacementKind::PackedWithGaps => packed(1),
+        PlacementKind::Paged(size) => rng.paged(lengths.to_vec(), size, room, heads, dim)?,
+        PlacementKind::SharedPages(size) => {
             let (columns, last) = (room.div_ceil(size), 4);
             let table = (0..lengths.len() * columns).map(|index| index as u32 % 2 * last);
             let pages = Pages::new(size, columns, table.collect())?;

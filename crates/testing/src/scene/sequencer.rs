@@ -16,7 +16,7 @@ use kernels::{
 use ptx::Element;
 
 use super::call::Staged;
-use super::{Call, Expected, Place, Ragged, Scene, SceneError};
+use super::{Call, Expected, PlacementKind, Ragged, Scene, SceneError};
 
 /// The chunk sizes for a kernel with a chunked mask: for short sequences, and for long ones, whose
 /// tiles would otherwise have equal costs.
@@ -29,8 +29,8 @@ impl Scene {
     pub fn sequencer_batch() -> Ragged {
         let keys = vec![5, 9, 130, 64, 0, 143, 70];
         Ragged {
-            query_place: Place::Packed,
-            ..Ragged::new(vec![3, 0, 129, 64, 1, 200, 65], keys).over(Place::Padded)
+            query_place: PlacementKind::Packed,
+            ..Ragged::new(vec![3, 0, 129, 64, 1, 200, 65], keys).over(PlacementKind::Padded)
         }
     }
 
@@ -64,7 +64,7 @@ impl Scene {
         let (right, chunk) = (right as i32, (chunk > 0).then_some(chunk as u32));
         let window = Window { right, chunk, ..Window::CAUSAL };
         let words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
-        Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
+        Scene::first_launch(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
     }
 
     /// Creates a scene that orders key tiles of 128 keys, as before the backward pass.
@@ -74,11 +74,11 @@ impl Scene {
             .ok_or_else(|| SceneError::Size("no backward pass is tuned".to_owned()))?;
         let call = Call::ragged(Configuration::Backward(backward), ragged.clone(), [1, 1]);
         let words = Sequencer::key_schedule(backward.key_block(), &slices(ragged)?);
-        Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of keys"))
+        Scene::first_launch(sequencer, call, words, format!("{ragged}, tiles of keys"))
     }
 
     /// Creates a scene of the first launch of a call, which writes a schedule.
-    fn first_step(
+    fn first_launch(
         sequencer: Sequencer,
         call: Call,
         mut words: Vec<u32>,
@@ -87,8 +87,8 @@ impl Scene {
         // List entries that equal their bound are replaced by values beyond it, which kernels must
         // clamp.
         let call = Call { hostile: true, ..call };
-        let given = call.given()?;
-        let Staged { memory, buffers, mut steps, .. } = call.stage(&given)?;
+        let inputs = call.inputs()?;
+        let Staged { memory, buffers, mut steps, .. } = call.stage(&inputs)?;
         let schedule = buffers[&Source::Workspace(Workspace::Schedule)];
         let step = steps.swap_remove(0);
         if step.program.name != sequencer.name() {
@@ -106,15 +106,15 @@ impl Scene {
             tolerance: vec![0.0; exact.len()],
             exact,
         }];
-        Ok(Scene::alone(step, memory, results, size))
+        Ok(Scene::single_launch(step, memory, results, size))
     }
 }
 
 /// Returns where the queries and keys of each sequence are, with one head and not in pages.
 fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
     let Ragged { queries, keys, query_place, key_place, padding } = ragged;
-    if matches!(query_place, Place::Entries | Place::Paged(_))
-        || matches!(key_place, Place::Paged(_))
+    if matches!(query_place, PlacementKind::Entries | PlacementKind::Paged(_))
+        || matches!(key_place, PlacementKind::Paged(_))
     {
         return Err(SceneError::Size("queries and keys are not in pages".to_owned()));
     }
@@ -123,9 +123,10 @@ fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
     let ends: Vec<usize> = (0..).zip(keys).map(|(at, keys)| keys + skipped(at)).collect();
     let refused = |error: flashcore::Error| SceneError::Size(error.to_string());
     let (_, (places, _)) = ragged.placements(&Problem::new(1, 1, 1, 8)).map_err(refused)?;
-    let start = |place: Place, lengths: &[usize], entry: usize, sequence: usize| match place {
-        Place::Packed => lengths[..sequence].iter().sum(),
-        Place::Apart => lengths[..sequence].iter().sum::<usize>() + sequence,
+    let start = |place: PlacementKind, lengths: &[usize], entry: usize, sequence: usize| match place
+    {
+        PlacementKind::Packed => lengths[..sequence].iter().sum(),
+        PlacementKind::PackedWithGaps => lengths[..sequence].iter().sum::<usize>() + sequence,
         _ => entry * longest(lengths),
     };
     let slice = |sequence: usize| {

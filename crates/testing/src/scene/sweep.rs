@@ -69,7 +69,7 @@ impl Scene {
 }
 
 /// The largest number of seeds of a sweep per policy: all outcomes are kept in memory to the end.
-pub const MOST_SEEDS: u64 = 1_000_000;
+pub const MAX_SEEDS: u64 = 1_000_000;
 
 /// Returns every seed under every policy.
 pub fn schedules(policies: &[Policy], seeds: std::ops::Range<u64>) -> Vec<(Policy, u64)> {

@@ -7,7 +7,7 @@ use ptx::Element;
 
 use super::call::dtype;
 use super::kernel::descale;
-use super::{Call, Place, Ragged, SceneError};
+use super::{Call, PlacementKind, Ragged, SceneError};
 
 impl Call {
     /// Returns the call with keys and values of the cache's element type and scales, which a
@@ -36,7 +36,7 @@ impl Call {
         };
         let tuned = mma::tuned_batch(it.target, &workload, Element::F32, Batch::Ragged);
         let kernel = tuned.ok_or_else(|| SceneError::Size("no kernel is tuned".to_owned()))?;
-        let place = if it.paged { Place::Paged(7) } else { Place::Apart };
+        let place = if it.paged { PlacementKind::Paged(7) } else { PlacementKind::PackedWithGaps };
         let ragged = Ragged::new(vec![3, 5, 2, 1], vec![131, 64, 1, 0]).over(place);
         let kernel = Configuration::Mma(kernel.configuration);
         Ok(Call::ragged(kernel, ragged, [2, 1]).over_cache(it.cache))

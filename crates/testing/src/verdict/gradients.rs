@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::{Comparison, Judge, Place};
+use super::{ComparedValue, Comparison, Judge};
 use crate::reference::{Gradients, HeadGradients, Noise, Row};
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{DType, InputError, Inputs, Problem, Shape, Tensor};
@@ -229,7 +229,10 @@ impl<'a> Judged<'a> {
                 let row = Row { batch, head, query: index % length };
                 for element in 0..dim {
                     let (result, reference) = (f64::from(values[element]), vector[element]);
-                    judge.look_at(Place { row, element, result, reference }, baseline[element]);
+                    judge.look_at(
+                        ComparedValue { row, element, result, reference },
+                        baseline[element],
+                    );
                 }
             }
         }
@@ -260,7 +263,7 @@ impl<'a> Judged<'a> {
         for (head, result) in found.iter().enumerate() {
             let row = Row { batch: 0, head, query: 0 };
             let (result, reference) = (f64::from(*result), reference[head]);
-            judge.look_at(Place { row, element: 0, result, reference }, baseline[head]);
+            judge.look_at(ComparedValue { row, element: 0, result, reference }, baseline[head]);
         }
         // The gradient of a sink is a sum over sequences.
         let noise = self.noise.sinks * (problem.batch as f64).sqrt();

@@ -81,7 +81,7 @@ pub struct Comparison {
     /// not finite in another way.
     pub misplaced: usize,
     /// The worst value: the first misplaced one, else the one with the largest error.
-    pub worst: Option<Place>,
+    pub worst: Option<ComparedValue>,
 }
 
 impl Comparison {
@@ -93,7 +93,7 @@ impl Comparison {
 
 /// One value of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Place {
+pub struct ComparedValue {
     /// The row of the value.
     pub row: Row,
     /// The index of the value in the row's output.
@@ -221,7 +221,7 @@ fn judge(
         let row_lse = read(row, &mut values);
         let first = index * problem.value_head_dim;
         for (element, value) in values.iter().enumerate() {
-            let place = Place {
+            let place = ComparedValue {
                 row,
                 element,
                 result: f64::from(*value),
@@ -230,7 +230,7 @@ fn judge(
             output.look_at(place, baseline.output[first + element]);
         }
         let reference = reference.lse[index];
-        let place = Place { row, element: 0, result: f64::from(row_lse), reference };
+        let place = ComparedValue { row, element: 0, result: f64::from(row_lse), reference };
         lse.look_at(place, baseline.lse[index]);
     }
     let cap_rounding = SOFTCAP_ROUNDING * problem.scores.softcap.map_or(0.0, f64::from);
@@ -261,7 +261,7 @@ pub(crate) struct Judge {
     /// The largest finite magnitude in the reference.
     largest: f64,
     misplaced: usize,
-    worst: Option<Place>,
+    worst: Option<ComparedValue>,
 }
 
 impl Judge {
@@ -284,8 +284,8 @@ impl Judge {
         self.largest
     }
 
-    pub(crate) fn look_at(&mut self, place: Place, baseline: f64) {
-        let Place { result, reference, .. } = place;
+    pub(crate) fn look_at(&mut self, place: ComparedValue, baseline: f64) {
+        let ComparedValue { result, reference, .. } = place;
         self.values += 1;
         if reference.is_finite() {
             self.largest = self.largest.max(reference.abs());

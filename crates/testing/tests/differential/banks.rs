@@ -60,7 +60,7 @@ fn bank_conflicts_of_attention() {
         let (_, report) = scene.run(&Options::values(Policy::Earliest, 0)).unwrap();
         assert_eq!(report.counts.get(Measure::BankConflicts), 0, "{}", scene.program.name);
 
-        let scene = Call::chosen(&gpu.chip(), &problem, &chosen).unjudged().unwrap();
+        let scene = Call::chosen(&gpu.chip(), &problem, &chosen).without_expected().unwrap();
         let copies = |it: &Instruction| matches!(it, Instruction::CopyAsync { .. });
         let matrices = |it: &Instruction| matches!(it, Instruction::LoadMatrix { .. });
         for program in [

@@ -4,14 +4,14 @@
 mod banks;
 #[path = "../device/mod.rs"]
 mod device;
-mod rungs;
+mod kernels;
 mod words;
 
 use std::sync::Arc;
 
 use cuda::{Arguments, Buffer, DeviceAddress, TensorMap};
 use flashcore::gpu::{Gpu, Kernel};
-use flashcore_testing::scene::{Scene, Step};
+use flashcore_testing::scene::{KernelLaunch, Scene};
 use ptx::ParameterKind;
 use sim::{Argument, Launch, Options, Policy};
 
@@ -19,8 +19,8 @@ use device::{gpu, hopper};
 
 /// Returns the launches of a scene in their order.
 fn launches(scene: &Scene) -> Vec<Launch<'_>> {
-    let before = scene.before.iter().map(Step::launch);
-    before.chain([scene.launch()]).chain(scene.after.iter().map(Step::launch)).collect()
+    let before = scene.before.iter().map(KernelLaunch::launch);
+    before.chain([scene.launch()]).chain(scene.after.iter().map(KernelLaunch::launch)).collect()
 }
 
 /// Compiles the kernels of a scene's launches.

@@ -1,7 +1,7 @@
 //! Differential tests of instructions with exactly one right result: integer and float arithmetic
 //! and conversions, bit for bit.
 
-use flashcore_testing::scene::{Scene, Step};
+use flashcore_testing::scene::{KernelLaunch, Scene};
 use ptx::{
     BF16x2, BinaryOperation, Builder, E4M3x2, E5M2x2, Element, Expression, F16x2, F32,
     GlobalAddress, Instruction, Reg, S32, Scalar, Target, Type, U32, U64,
@@ -141,7 +141,15 @@ fn scene() -> (Scene, [Vec<u32>; 2]) {
     let out = memory.output("out", 4 * LANES as usize * words.len());
     let arguments = [left, right, out].map(|it| sim::Argument::Address(it, 0)).to_vec();
     let size = format!("{LANES} pairs of words");
-    (Scene::alone(Step { program, grid: 1, arguments }, memory, Vec::new(), size), inputs)
+    (
+        Scene::single_launch(
+            KernelLaunch { program, grid: 1, arguments },
+            memory,
+            Vec::new(),
+            size,
+        ),
+        inputs,
+    )
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use flashcore::Problem;
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Scene, Weights, schedules};
+use flashcore_testing::scene::{Call, KeyMagnitudes, Scene, schedules};
 use flashcore_testing::small::forward as small;
 use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
@@ -94,7 +94,7 @@ fn forward_shares_keys() {
     let one = Forward { warpgroups: 1, query_buffers: 2, ..shared };
     let compact = Forward { form: Form::COMPACT, ..shared };
     let sinks = Rules { sinks: true, ..Rules::DENSE };
-    for (forward, size, processors) in [
+    for (forward, size, multiprocessors) in [
         (shared, (1, [130, 310], [1, 1]), 3),
         (one, (1, [60, 310], [1, 1]), 3),
         (one, (1, [64, 320], [5, 1]), 3),
@@ -104,10 +104,13 @@ fn forward_shares_keys() {
         // No tile is shared.
         (one, (1, [64, 90], [4, 1]), 2),
     ] {
-        let call = Call { weights: Weights::Valley, ..call(forward, size).on(processors) };
+        let call = Call {
+            key_magnitudes: KeyMagnitudes::Valley,
+            ..call(forward, size).with_multiprocessors(multiprocessors)
+        };
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
     }
-    let call = call(one, (1, [64, 320], [5, 1])).on(3);
+    let call = call(one, (1, [64, 320], [5, 1])).with_multiprocessors(3);
     every_schedule(&call.scene().unwrap(), Mode::Values, 16);
 }
 
@@ -119,7 +122,7 @@ fn forward_passes_over_blocks() {
     let with = |rules| Forward { rules, key_block: 64, ping_pong: true, ..small() };
     let compact = |rules| Forward { form: Form::COMPACT, ..with(rules) };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    for (forward, size, processors) in [
+    for (forward, size, multiprocessors) in [
         (with(Rules::CAUSAL), (1, [300, 300], [1, 1]), 1),
         (with(Rules::CAUSAL), (1, [257, 420], [2, 1]), 2),
         (compact(Rules::CAUSAL), (1, [300, 170], [1, 1]), 1),
@@ -130,10 +133,10 @@ fn forward_passes_over_blocks() {
         // A warpgroup without queries.
         (with(Rules::LOCAL), (1, [190, 330], [2, 1]), 1),
     ] {
-        let call = call(forward, size).on(processors);
+        let call = call(forward, size).with_multiprocessors(multiprocessors);
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
     }
-    let call = call(with(Rules::LOCAL), (1, [300, 300], [1, 1])).on(1);
+    let call = call(with(Rules::LOCAL), (1, [300, 300], [1, 1])).with_multiprocessors(1);
     every_schedule(&call.scene().unwrap(), Mode::Values, 16);
     // Two tiles, of two and of four key blocks: the first warpgroup of each passes over one.
     let scene = scene(with(Rules::CAUSAL), (1, [256, 256], [1, 1]));

@@ -134,7 +134,7 @@ fn heads_are_taken_together_under_a_causal_mask() {
         [(tuned(64, 64, Rules::CAUSAL), [3, 3]), (tuned(128, 128, Rules::CAUSAL), [4, 2])]
     {
         let call = Call::new(Configuration::Backward(backward), 1, [200, 300], heads);
-        let scene = call.on(8).scene().unwrap();
+        let scene = call.with_multiprocessors(8).scene().unwrap();
         every_schedule(&scene, Mode::Values, 1);
     }
 }
@@ -143,13 +143,13 @@ fn heads_are_taken_together_under_a_causal_mask() {
 /// than keys, and fewer.
 #[test]
 fn walks_go_down_and_up_by_turns() {
-    for (backward, (lengths, heads), processors) in [
+    for (backward, (lengths, heads), multiprocessors) in [
         (tuned(128, 128, Rules::CAUSAL), ([330, 400], [3, 1]), 1),
         (tuned(64, 64, Rules::CAUSAL), ([500, 300], [4, 2]), 2),
         (tuned(256, 256, Rules::CAUSAL), ([200, 200], [2, 1]), 3),
     ] {
         let call = Call::new(Configuration::Backward(backward), 1, lengths, heads);
-        let scene = call.on(processors).scene().unwrap();
+        let scene = call.with_multiprocessors(multiprocessors).scene().unwrap();
         every_schedule(&scene, Mode::Checked, 1);
     }
 }
@@ -181,7 +181,7 @@ fn persistent(backward: Backward) -> Backward {
 /// query sees.
 #[test]
 fn blocks_take_tile_after_tile() {
-    for (backward, (batch, lengths, heads), processors) in [
+    for (backward, (batch, lengths, heads), multiprocessors) in [
         (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [2, 1]), 1),
         (tuned(64, 64, Rules::CAUSAL), (1, [400, 300], [2, 2]), 2),
         (tuned(40, 72, Rules::EVERY), (1, [200, 260], [1, 1]), 1),
@@ -189,7 +189,10 @@ fn blocks_take_tile_after_tile() {
         (tall(64, Element::BF16), (1, [200, 300], [2, 2]), 1),
     ] {
         let kernel = Configuration::Backward(persistent(backward));
-        let scene = Call::new(kernel, batch, lengths, heads).on(processors).scene().unwrap();
+        let scene = Call::new(kernel, batch, lengths, heads)
+            .with_multiprocessors(multiprocessors)
+            .scene()
+            .unwrap();
         every_schedule(&scene, Mode::Checked, 1);
     }
 }
@@ -202,14 +205,17 @@ fn split(backward: Backward) -> Backward {
 /// begin within the query heads of a group, and parts without steps.
 #[test]
 fn the_last_tiles_are_cut_into_parts() {
-    for (backward, (lengths, heads), processors) in [
+    for (backward, (lengths, heads), multiprocessors) in [
         (tuned(128, 128, Rules::DENSE), ([300, 400], [1, 1]), 3),
         (persistent(tuned(128, 128, Rules::DENSE)), ([140, 400], [3, 1]), 3),
         (tall(64, Element::BF16), ([330, 300], [2, 1]), 3),
         (persistent(tuned(64, 128, Rules::DENSE)), ([40, 200], [1, 1]), 3),
     ] {
         let kernel = Configuration::Backward(split(backward));
-        let scene = Call::new(kernel, 1, lengths, heads).on(processors).scene().unwrap();
+        let scene = Call::new(kernel, 1, lengths, heads)
+            .with_multiprocessors(multiprocessors)
+            .scene()
+            .unwrap();
         every_schedule(&scene, Mode::Checked, 1);
     }
 }
@@ -253,7 +259,7 @@ fn deterministic_gradients_under_many_schedules() {
 #[test]
 fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    for (backward, (batch, lengths, heads), processors) in [
+    for (backward, (batch, lengths, heads), multiprocessors) in [
         // Heads taken one at a time; in pairs, with one left over that comes first; all together.
         (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 1),
         (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 3),
@@ -271,7 +277,7 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     ] {
         let backward = deterministic(backward);
         let call = Call::new(Configuration::Backward(backward), batch, lengths, heads);
-        let scene = call.on(processors).scene().unwrap();
+        let scene = call.with_multiprocessors(multiprocessors).scene().unwrap();
         let (_, same) = bits_of_schedules(&scene);
         assert!(same, "{}, {}", backward.name(), scene.size);
     }

@@ -1,6 +1,6 @@
 //! The backward kernel with `mma.sync` in the simulator.
 
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged, Scene};
 use kernels::mma::{BackwardMma, tuned_backward};
 use kernels::{Batch, Configuration, MaskKind, Rules};
 use ptx::{Element, Target};
@@ -22,8 +22,8 @@ fn in_mode(it: BackwardMma, deterministic: bool, batch: Batch) -> BackwardMma {
 }
 
 fn ragged(backward: BackwardMma, queries: &[usize], keys: &[usize], heads: [usize; 2]) -> Call {
-    let places = Ragged::new(queries.to_vec(), keys.to_vec()).over(Place::Packed);
-    let ragged = Ragged { query_place: Place::Packed, ..places };
+    let places = Ragged::new(queries.to_vec(), keys.to_vec()).over(PlacementKind::Packed);
+    let ragged = Ragged { query_place: PlacementKind::Packed, ..places };
     Call::ragged(Configuration::BackwardMma(backward), ragged, heads)
 }
 
@@ -133,10 +133,10 @@ fn sequences_lie_anywhere() {
         ..Ragged::new(vec![65, 0, 129, 3], vec![128, 7, 60, 130]).over(key_place)
     };
     for (query_place, key_place) in [
-        (Place::Apart, Place::Apart),
-        (Place::Apart, Place::Padded),
-        (Place::Padded, Place::Packed),
-        (Place::Padded, Place::Padded),
+        (PlacementKind::PackedWithGaps, PlacementKind::PackedWithGaps),
+        (PlacementKind::PackedWithGaps, PlacementKind::Padded),
+        (PlacementKind::Padded, PlacementKind::Packed),
+        (PlacementKind::Padded, PlacementKind::Padded),
     ] {
         is_right(&Call::ragged(kernel, batch(query_place, key_place), [2, 1]));
     }
@@ -165,7 +165,7 @@ fn other_modes_under_many_schedules() {
 #[test]
 fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    for (backward, (batch, lengths, heads), processors) in [
+    for (backward, (batch, lengths, heads), multiprocessors) in [
         (tuned(Target::SM_90, 128, 128, Rules::CAUSAL), (1, [200, 400], [3, 3]), 1),
         (tuned(Target::SM_80, 64, 64, Rules::DENSE), (3, [140, 300], [1, 1]), 9),
         (tuned(Target::SM_80, 64, 64, Rules::CAUSAL), (1, [300, 300], [6, 2]), 2),
@@ -176,7 +176,7 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
     ] {
         let backward = in_mode(backward, true, Batch::Equal);
         let call = Call::new(Configuration::BackwardMma(backward), batch, lengths, heads);
-        let scene = call.on(processors).scene().unwrap();
+        let scene = call.with_multiprocessors(multiprocessors).scene().unwrap();
         let (_, same) = bits_of_schedules(&scene);
         assert!(same, "{}, {}", backward.name(), scene.size);
     }

@@ -2,7 +2,7 @@
 
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights};
+use flashcore_testing::scene::{Call, KeyMagnitudes, PlacementKind, Ragged, Scene};
 pub(crate) use flashcore_testing::small::decode as small;
 use kernels::decode::Splits;
 use kernels::{Cache, Configuration, Decode, MaskKind, Rules, Scales};
@@ -22,7 +22,7 @@ fn ragged() -> Ragged {
 }
 
 fn call(decode: Decode, ragged: Ragged) -> Call {
-    Call::ragged(Configuration::Decode(decode), ragged, [3, 1]).on(3)
+    Call::ragged(Configuration::Decode(decode), ragged, [3, 1]).with_multiprocessors(3)
 }
 
 fn causal(problem: Problem) -> Problem {
@@ -33,7 +33,7 @@ fn causal(problem: Problem) -> Problem {
 fn decode_is_attention() {
     let paged = Decode { paged: true, ..small() };
     let plain = |ragged: Ragged| call(small(), ragged);
-    let pages = |size: usize| call(paged, ragged().over(Place::Paged(size)));
+    let pages = |size: usize| call(paged, ragged().over(PlacementKind::Paged(size)));
     let three = Ragged { queries: vec![3; 4], ..ragged() };
     let used = Ragged { queries: vec![2, 3, 0, 1], ..ragged() };
     let behind = Ragged { padding: vec![7, 0, 3, 1], ..ragged() };
@@ -45,23 +45,28 @@ fn decode_is_attention() {
     let heads = |heads, call: Call| call.with(|it| with_heads(it, heads));
     for call in [
         plain(ragged()),
-        plain(ragged()).on(1),
-        plain(ragged()).on(9),
+        plain(ragged()).with_multiprocessors(1),
+        plain(ragged()).with_multiprocessors(9),
         plain(three.clone()).with(causal),
-        plain(ragged()).on(2).with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
-        plain(ragged().over(Place::Padded)),
+        plain(ragged())
+            .with_multiprocessors(2)
+            .with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
+        plain(ragged().over(PlacementKind::Padded)),
         plain(behind.clone()),
-        plain(behind.over(Place::Packed)),
+        plain(behind.over(PlacementKind::Packed)),
         pages(1),
         pages(5),
         pages(32),
-        plain(ragged().over(Place::Apart)),
-        plain(used.over(Place::Apart)).with(causal),
-        plain(packed(&used, Place::Packed)).with(causal),
-        plain(packed(&used, Place::Apart).over(Place::Packed)).with(causal),
-        call(paged, used.over(Place::Paged(16))).with(causal),
+        plain(ragged().over(PlacementKind::PackedWithGaps)),
+        plain(used.over(PlacementKind::PackedWithGaps)).with(causal),
+        plain(packed(&used, PlacementKind::Packed)).with(causal),
+        plain(packed(&used, PlacementKind::PackedWithGaps).over(PlacementKind::Packed))
+            .with(causal),
+        call(paged, used.over(PlacementKind::Paged(16))).with(causal),
         // Batches of equal lengths.
-        Call::new(Configuration::Decode(small()), 2, [2, 90], [6, 2]).with(causal).on(4),
+        Call::new(Configuration::Decode(small()), 2, [2, 90], [6, 2])
+            .with(causal)
+            .with_multiprocessors(4),
         Call { order: Order::HeadsFirst, ..plain(ragged()) },
         Call { order: Order::Padded, ..pages(5) },
         call(ruled(Rules { softcap: true, ..Rules::LOCAL }), ragged()),
@@ -72,7 +77,7 @@ fn decode_is_attention() {
             [8, 2],
             call(
                 Decode { paged: true, rows: 16, ..ruled(every) },
-                Ragged { queries: vec![2; 4], ..ragged() }.over(Place::Paged(16)),
+                Ragged { queries: vec![2; 4], ..ragged() }.over(PlacementKind::Paged(16)),
             ),
         )
         .with(|it| it.with_mask(Mask::window(Some(25), Some(3)))),
@@ -83,7 +88,7 @@ fn decode_is_attention() {
             [8, 2],
             call(
                 Decode { paged: true, ..ruled(Rules { mask: MaskKind::Chunked, ..every }) },
-                Ragged::new(vec![2; 4], vec![113, 2, 51, 100]).over(Place::Paged(16)),
+                Ragged::new(vec![2; 4], vec![113, 2, 51, 100]).over(PlacementKind::Paged(16)),
             ),
         )
         .with(chunks(Mask::window(Some(25), Some(3)))),
@@ -121,7 +126,7 @@ fn decode_over_8_bits_is_attention() {
     use Element::{BF16, E4M3, E5M2, F16, Int8};
     use Scales::{One, PerHead, PerToken};
     let plain = |scales| narrow(E4M3, scales, scales);
-    let paged = |decode, size| call(decode, ragged().over(Place::Paged(size)));
+    let paged = |decode, size| call(decode, ragged().over(PlacementKind::Paged(size)));
     let three = Ragged { queries: vec![3; 4], ..ragged() };
     let behind = Ragged { padding: vec![7, 0, 3, 1], ..ragged() };
     let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
@@ -130,15 +135,15 @@ fn decode_over_8_bits_is_attention() {
     let heads = |heads, call: Call| call.with(|it| with_heads(it, heads));
     for call in [
         call(plain(One), ragged()),
-        call(plain(PerHead), ragged()).on(1),
-        call(plain(PerToken), ragged()).on(9),
+        call(plain(PerHead), ragged()).with_multiprocessors(1),
+        call(plain(PerToken), ragged()).with_multiprocessors(9),
         call(Decode { element: F16, ..plain(One) }, ragged()),
         call(Decode { element: F16, ..narrow(E5M2, PerToken, PerHead) }, three.clone())
             .with(causal),
-        call(narrow(E5M2, PerHead, PerToken), ragged().over(Place::Padded)),
+        call(narrow(E5M2, PerHead, PerToken), ragged().over(PlacementKind::Padded)),
         call(plain(PerToken), behind.clone()),
-        call(plain(PerToken), behind.over(Place::Packed)),
-        call(plain(PerHead), Ragged { query_place: Place::Packed, ..three.clone() }),
+        call(plain(PerToken), behind.over(PlacementKind::Packed)),
+        call(plain(PerHead), Ragged { query_place: PlacementKind::Packed, ..three.clone() }),
         call(plain(PerToken), ragged()).with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
         paged(pages(plain(PerHead)), 5),
         paged(pages(plain(PerToken)), 32),
@@ -150,24 +155,27 @@ fn decode_over_8_bits_is_attention() {
             [8, 2],
             call(
                 Decode { paged: true, rows: 16, rules: every, ..plain(PerToken) },
-                Ragged { queries: vec![2; 4], ..ragged() }.over(Place::Paged(16)),
+                Ragged { queries: vec![2; 4], ..ragged() }.over(PlacementKind::Paged(16)),
             ),
         )
         .with(|it| it.with_mask(Mask::window(Some(25), Some(3)))),
         call(Decode { element: BF16, rules: every, ..plain(PerHead) }, ragged()),
         Call { order: Order::HeadsFirst, ..call(plain(PerToken), ragged()) },
         Call { order: Order::Padded, ..paged(pages(plain(PerHead)), 5) },
-        Call { weights: Weights::Spikes, ..call(plain(PerToken), ragged()) },
-        Call { weights: Weights::Valley, ..call(plain(PerHead), ragged()) },
+        Call { key_magnitudes: KeyMagnitudes::Spikes, ..call(plain(PerToken), ragged()) },
+        Call { key_magnitudes: KeyMagnitudes::Valley, ..call(plain(PerHead), ragged()) },
         // Queries beyond the range of f16, and below it.
         call(plain(PerHead), ragged()).with_outliers(1e4),
         call(plain(PerToken), ragged()).with_outliers(3e9),
         call(plain(One), ragged()).with_outliers(1e-12),
-        Call { weights: Weights::Nan, ..call(plain(PerHead), ragged()) },
-        Call { weights: Weights::Nan, ..call(narrow(E5M2, One, One), ragged()) },
+        Call { key_magnitudes: KeyMagnitudes::Nan, ..call(plain(PerHead), ragged()) },
+        Call { key_magnitudes: KeyMagnitudes::Nan, ..call(narrow(E5M2, One, One), ragged()) },
         call(Decode { target: Target::SM_80, ..narrow(Int8, PerToken, PerToken) }, ragged()),
         paged(pages(wide(Decode { element: F16, ..narrow(Int8, PerHead, One) })), 5),
-        Call { weights: Weights::Spikes, ..call(narrow(Int8, PerToken, PerHead), ragged()) },
+        Call {
+            key_magnitudes: KeyMagnitudes::Spikes,
+            ..call(narrow(Int8, PerToken, PerHead), ragged())
+        },
     ] {
         let mut scene = call.scene().unwrap();
         // No number of the cache is rounded, as the plain algorithm would.
@@ -193,7 +201,7 @@ fn decode_with_fixed_splits_is_attention() {
     let one_warp = Decode { warps: 1, ..fixed() };
     let paged = Decode { paged: true, stages: 3, rows: 16, ..fixed() };
     let three = Ragged { queries: vec![3, 0, 7, 1], ..ragged() };
-    let packed = Ragged { query_place: Place::Packed, ..three.clone() };
+    let packed = Ragged { query_place: PlacementKind::Packed, ..three.clone() };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
     let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
     let narrow = Decode {
@@ -202,22 +210,24 @@ fn decode_with_fixed_splits_is_attention() {
     };
     for call in [
         call(fixed(), ragged()),
-        call(fixed(), ragged()).on(1),
-        call(fixed(), ragged()).on(9),
-        call(two_tiles, ragged()).on(4),
-        call(fixed(), long.clone()).on(1),
-        call(fixed(), long.clone()).on(2),
-        call(fixed(), long.clone()).on(7),
-        call(one_warp, long.clone()).on(64),
+        call(fixed(), ragged()).with_multiprocessors(1),
+        call(fixed(), ragged()).with_multiprocessors(9),
+        call(two_tiles, ragged()).with_multiprocessors(4),
+        call(fixed(), long.clone()).with_multiprocessors(1),
+        call(fixed(), long.clone()).with_multiprocessors(2),
+        call(fixed(), long.clone()).with_multiprocessors(7),
+        call(one_warp, long.clone()).with_multiprocessors(64),
         call(one_warp, long.clone())
             .with(|it| it.with_mask(Mask::window(Some(290), Some(0))))
-            .on(5),
+            .with_multiprocessors(5),
         call(fixed(), three.clone()).with(causal),
-        call(fixed(), packed.clone()).with(causal).on(6),
-        call(paged, packed.over(Place::Paged(5))).with(causal),
+        call(fixed(), packed.clone()).with(causal).with_multiprocessors(6),
+        call(paged, packed.over(PlacementKind::Paged(5))).with(causal),
         call(Decode { rules: chunked, ..fixed() }, three.clone())
             .with(|it| it.with_mask(Mask::CAUSAL.with_chunk(50))),
-        call(Decode { rules: every, ..paged }, three.over(Place::Paged(16))).with(causal).on(5),
+        call(Decode { rules: every, ..paged }, three.over(PlacementKind::Paged(16)))
+            .with(causal)
+            .with_multiprocessors(5),
         call(narrow, ragged()),
         call(Decode { head_dim: 40, value_head_dim: 72, warps: 4, ..fixed() }, ragged()),
     ] {
@@ -250,7 +260,8 @@ fn no_two_lanes_meet_at_a_bank() {
     let narrow = Decode { tile_keys: 32, ..wide(tokens) };
     for decode in [small(), wide(small()), tokens, narrow] {
         // With one team: the factors of parts are written once, and not for speed.
-        let scene = Call::small(Configuration::Decode(decode)).on(1).scene().unwrap();
+        let scene =
+            Call::small(Configuration::Decode(decode)).with_multiprocessors(1).scene().unwrap();
         let budget = Budget::default().at_most(Measure::BankConflicts, 0);
         let options = Options { budget, ..Options::values(Policy::Earliest, 0) };
         scene.run(&options).unwrap_or_else(|failure| panic!("{}: {failure}", scene.program.name));

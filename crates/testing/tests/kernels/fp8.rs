@@ -2,11 +2,13 @@
 
 use flashcore::{Descale, Descales};
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights, decode, schedules};
+use flashcore_testing::scene::{
+    Call, KeyMagnitudes, PlacementKind, Ragged, Scene, decode, schedules,
+};
 use kernels::forward::{every_fp8, every_fp8_prefill};
 use kernels::{Configuration, Forward, MaskKind, Prefill, Rules};
 use ptx::Element;
-use sim::{EightBitSums, Measure, Mode, Options, Policy};
+use sim::{Fp8Accumulation, Measure, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule, some_schedules};
 
@@ -78,8 +80,8 @@ fn fp8_is_attention_however_it_is_asked() {
         call(small(), size).with(|it| it.with_descales(keys)),
         halves,
         Call { order: Order::HeadsFirst, ..call(small(), size) },
-        Call { weights: Weights::Valley, ..call(small(), (1, [64, 300], [1, 1])) },
-        Call { weights: Weights::Spikes, ..call(small(), (1, [64, 300], [1, 1])) },
+        Call { key_magnitudes: KeyMagnitudes::Valley, ..call(small(), (1, [64, 300], [1, 1])) },
+        Call { key_magnitudes: KeyMagnitudes::Spikes, ..call(small(), (1, [64, 300], [1, 1])) },
     ] {
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
     }
@@ -90,9 +92,11 @@ fn fp8_is_attention_however_it_is_asked() {
 fn fp8_prefill_is_attention() {
     let tile = Forward { rules: Rules::LOCAL, warpgroups: 1, ..small() };
     let ragged = || Ragged::new(vec![2, 70, 1, 0], vec![1, 71, 0, 5]);
-    for (page_rows, place) in
-        [(None, Place::Apart), (None, Place::Entries), (Some(16), Place::Paged(32))]
-    {
+    for (page_rows, place) in [
+        (None, PlacementKind::PackedWithGaps),
+        (None, PlacementKind::Entries),
+        (Some(16), PlacementKind::Paged(32)),
+    ] {
         let kernel = Configuration::Prefill(Prefill { tile, page_rows, single_tile: false });
         let call = Call::ragged(kernel, ragged().over(place), [4, 2])
             .with(|problem| problem.with_descales(DESCALES));
@@ -121,8 +125,10 @@ fn fp8_under_many_schedules() {
 fn fp8_stays_accurate_over_many_keys() {
     let forward = Forward { head_dim: 128, value_head_dim: 128, warpgroups: 1, ..small() };
     let forward = Forward { key_block: 192, ..forward };
-    let options =
-        Options { eight_bit_sums: EightBitSums::Narrow, ..Options::values(Policy::Earliest, 0) };
+    let options = Options {
+        fp8_accumulation: Fp8Accumulation::Truncated,
+        ..Options::values(Policy::Earliest, 0)
+    };
     for keys in [1024, 4096] {
         let call = Call { value_mean: 0.5, ..call(forward, (1, [64, keys], [1, 1])) };
         let scene = call.scene().unwrap();
@@ -144,8 +150,10 @@ fn fp8_stays_accurate_over_many_keys() {
 /// log-sum-exp beyond the accuracy rule while its baseline did not truncate the sums of steps.
 #[test]
 fn fp8_log_sum_exps_lose_what_the_tensor_cores_cut() {
-    let options =
-        Options { eight_bit_sums: EightBitSums::Narrow, ..Options::values(Policy::Earliest, 0) };
+    let options = Options {
+        fp8_accumulation: Fp8Accumulation::Truncated,
+        ..Options::values(Policy::Earliest, 0)
+    };
     for head_dim in (32..=256).step_by(32) {
         let forward = Forward { head_dim, warpgroups: 1, ..small() };
         for keys in [1, 3] {

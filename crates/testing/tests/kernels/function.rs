@@ -2,7 +2,7 @@
 
 use flashcore::random::mix;
 use flashcore_testing::composition::{self, Composition};
-use flashcore_testing::scene::{Call, Place, Ragged};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged};
 use kernels::attention::function::rules as function_rules;
 use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
 use kernels::backward::tuned_backward;
@@ -321,7 +321,9 @@ fn split_and_ragged_mma_follow_functions() {
     let split = Mma { split: true, ..mma(rules[2]) };
     checked(Call::new(Configuration::Mma(split), 1, [40, 200], [2, 1]), &rules[2]);
     let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]);
-    for (batch, place) in [(Batch::Ragged, Place::Apart), (Batch::Paged, Place::Paged(5))] {
+    for (batch, place) in
+        [(Batch::Ragged, PlacementKind::PackedWithGaps), (Batch::Paged, PlacementKind::Paged(5))]
+    {
         let mma = Mma { batch, ..mma(rules[1]) };
         let call = Call::ragged(Configuration::Mma(mma), ragged.over(place), [2, 1]);
         checked(call, &rules[1]);
@@ -337,9 +339,9 @@ fn decode_follows_functions() {
         let kernel = Configuration::Decode(decode);
         let ragged = Ragged::new(vec![2, 3, 1, 0], vec![83, 68, 0, 5]);
         let call = match index % 3 {
-            0 => Call::new(kernel, 2, [3, 90], [2, 1]).on(4),
-            1 => Call::ragged(kernel, ragged.over(Place::Apart), [2, 1]),
-            _ => Call::ragged(kernel, ragged.over(Place::Paged(5)), [2, 1]),
+            0 => Call::new(kernel, 2, [3, 90], [2, 1]).with_multiprocessors(4),
+            1 => Call::ragged(kernel, ragged.over(PlacementKind::PackedWithGaps), [2, 1]),
+            _ => Call::ragged(kernel, ragged.over(PlacementKind::Paged(5)), [2, 1]),
         };
         let call = Call { captured: captured(&rules), ..call };
         let scene = call.scene().unwrap();
@@ -463,7 +465,8 @@ fn prefill_follows_functions() {
             key_block: 32,
             ..every_prefill()[0].tile
         };
-        let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
+        let ragged =
+            Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(PlacementKind::PackedWithGaps);
         let prefill = Prefill { tile, page_rows: None, single_tile: false };
         checked(Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]), &rules);
     }

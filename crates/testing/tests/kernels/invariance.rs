@@ -20,7 +20,8 @@ fn run(
     let paged = sequences.keys().pages().is_some();
     let rows = if batch.is_multiple_of(2) { 8 } else { 16 };
     let kernel = Configuration::Decode(Decode { paged, rows, ..decode });
-    let call = Call::new(kernel, 1, [1, 1], [1, 1]).on(1 + (batch * 5 % 13) as u32);
+    let call =
+        Call::new(kernel, 1, [1, 1], [1, 1]).with_multiprocessors(1 + (batch * 5 % 13) as u32);
     let (scene, [output, lse]) =
         call.over(sequences, tensors).map_err(|error| error.to_string())?;
     let policy = Policy::HOSTILE[batch as usize % Policy::HOSTILE.len()];

@@ -17,7 +17,7 @@ mod mutation;
 mod prefill;
 mod product;
 mod ragged_backward;
-mod rungs;
+mod single;
 mod widen;
 
 use std::collections::HashSet;
@@ -52,7 +52,7 @@ pub(crate) fn can_be_launched_again(scene: &Scene) {
     let scene = scene.prepared(&Options::default()).unwrap();
     let (memory, _) = scene.run(&Options::default()).unwrap();
     assert!(scene.judge(&memory).passed());
-    let again = scene.again(&memory);
+    let again = scene.after_run(&memory);
     let (second, _) = again.run(&Options::default()).unwrap();
     assert!(again.judge(&second).passed());
     for id in memory.ids() {

@@ -2,7 +2,7 @@
 
 use flashcore::Mask;
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged, Scene};
 pub(crate) use flashcore_testing::small::mma as small;
 use kernels::product::Source;
 use kernels::{Batch, Combine, Configuration, MaskKind, Mma, Rules, shipped};
@@ -113,8 +113,9 @@ fn mma_serves_ragged_batches() {
     let ragged = |rules| Mma { rules, batch: Batch::Ragged, ..small() };
     let paged = |rules| Mma { batch: Batch::Paged, ..ragged(rules) };
     let narrow = |mma: Mma| Mma { row_tiles: 1, warps: 4, ahead: 2, key_block: 64, ..mma };
-    let size = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
-    let entries = size.over(Place::Entries);
+    let size =
+        Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(PlacementKind::PackedWithGaps);
+    let entries = size.over(PlacementKind::Entries);
     let longer = Ragged { keys: vec![130, 70, 0, 9], ..size.clone() };
     let edges = Ragged {
         queries: vec![63, 64, 65, 1, 0, 66],
@@ -123,9 +124,9 @@ fn mma_serves_ragged_batches() {
     };
     // Queries before the first key, which see no key.
     let early = Ragged { queries: vec![66, 66, 0, 3], keys: vec![2, 40, 33, 1], ..size.clone() };
-    let packed = Ragged { query_place: Place::Packed, ..edges.over(Place::Packed) };
+    let packed = Ragged { query_place: PlacementKind::Packed, ..edges.over(PlacementKind::Packed) };
     let behind = Ragged { padding: vec![3, 0, 2, 1], ..size.clone() };
-    let pages = |size: usize, ragged: &Ragged| ragged.over(Place::Paged(size));
+    let pages = |size: usize, ragged: &Ragged| ragged.over(PlacementKind::Paged(size));
     let heads = |heads: [usize; 2], mma: Mma, ragged: Ragged| {
         Call::ragged(Configuration::Mma(mma), ragged, heads)
     };
@@ -138,7 +139,7 @@ fn mma_serves_ragged_batches() {
         call(ragged(Rules::CAUSAL), size.clone()),
         call(ragged(Rules::CAUSAL), packed.clone()),
         call(ragged(Rules::CAUSAL), behind.clone()),
-        call(ragged(Rules::CAUSAL), behind.over(Place::Entries)),
+        call(ragged(Rules::CAUSAL), behind.over(PlacementKind::Entries)),
         call(ragged(Rules::DENSE), edges.clone()),
         window(call(ragged(Rules::LOCAL), longer.clone())),
         call(ragged(Rules::CAUSAL), entries),

@@ -3,7 +3,7 @@
 
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged, Scene};
 use kernels::forward::Form;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
@@ -47,7 +47,7 @@ fn ruled(rules: Rules) -> Prefill {
 /// Returns sequences of two query tiles, of one and of none, over keys with unused rows between
 /// them.
 fn ragged() -> Ragged {
-    Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart)
+    Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(PlacementKind::PackedWithGaps)
 }
 
 fn call(prefill: Prefill, ragged: Ragged) -> Call {
@@ -74,11 +74,11 @@ fn prefill_is_attention() {
             (problem.query_heads, problem.kv_heads) = (4, 2);
             problem
         };
-        call.with(heads).on(3)
+        call.with(heads).with_multiprocessors(3)
     };
-    let packed = Ragged { query_place: Place::Packed, ..ragged() };
+    let packed = Ragged { query_place: PlacementKind::Packed, ..ragged() };
     let pages = |rows: u32, prefill: Prefill, ragged: &Ragged, size: usize| {
-        call(Prefill { page_rows: Some(rows), ..prefill }, ragged.over(Place::Paged(size)))
+        call(Prefill { page_rows: Some(rows), ..prefill }, ragged.over(PlacementKind::Paged(size)))
     };
     let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
@@ -89,21 +89,24 @@ fn prefill_is_attention() {
         plain(&ragged()),
         open(plain(&ragged())),
         window(plain(&longer)),
-        plain(&ragged().over(Place::Padded)).on(1),
-        plain(&ragged().over(Place::Entries)),
+        plain(&ragged().over(PlacementKind::Padded)).with_multiprocessors(1),
+        plain(&ragged().over(PlacementKind::Entries)),
         plain(&Ragged { padding: vec![3, 0, 2, 1], ..ragged() }),
-        plain(&Ragged { padding: vec![3, 0, 2, 1], ..ragged().over(Place::Entries) }),
+        plain(&Ragged { padding: vec![3, 0, 2, 1], ..ragged().over(PlacementKind::Entries) }),
         plain(&early),
         grouped(plain(&ragged())),
         grouped(plain(&packed)),
-        plain(&Ragged { query_place: Place::Apart, ..packed.over(Place::Packed) }),
+        plain(&Ragged {
+            query_place: PlacementKind::PackedWithGaps,
+            ..packed.over(PlacementKind::Packed)
+        }),
         // A batch of equal lengths.
         Call::new(Configuration::Prefill(small()), 2, [70, 90], [2, 1]),
         // Without a mask, also where some sequences have no keys.
         call(ruled(Rules::DENSE), ragged()),
         call(ruled(Rules::DENSE), early.clone()),
         call(with(Forward { form: Form::COMPACT, ..ruled(Rules::DENSE).tile }), longer.clone())
-            .on(1),
+            .with_multiprocessors(1),
         call(ruled(Rules { alibi: true, sinks: true, ..Rules::DENSE }), longer.clone()),
         Call { order: Order::HeadsFirst, ..plain(&ragged()) },
         pages(32, small(), &ragged(), 32),
@@ -141,7 +144,7 @@ fn prefill_is_attention() {
 fn tiles_are_found_among_many_sequences() {
     let queries = (0..70).map(|it| [0, 0, 0, 66, 0, 1, 0][it % 7]).collect();
     let keys = (0..70).map(|it| 1 + it % 40).collect();
-    let many = call(small(), Ragged::new(queries, keys).over(Place::Apart));
+    let many = call(small(), Ragged::new(queries, keys).over(PlacementKind::PackedWithGaps));
     every_schedule(&single(many).scene().unwrap(), Mode::Checked, 1);
 }
 

@@ -1,7 +1,7 @@
 //! The backward kernel for Hopper over ragged batches in the simulator, and the sequencer that
 //! orders its tiles.
 
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged, Scene};
 use kernels::backward::tuned_backward;
 use kernels::sequencer::Tiles;
 use kernels::{Backward, Batch, Configuration, MaskKind, Rules, Sequencer};
@@ -16,8 +16,8 @@ fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
 }
 
 fn call(backward: Backward, queries: &[usize], keys: &[usize], heads: [usize; 2]) -> Call {
-    let places = Ragged::new(queries.to_vec(), keys.to_vec()).over(Place::Packed);
-    let ragged = Ragged { query_place: Place::Packed, ..places };
+    let places = Ragged::new(queries.to_vec(), keys.to_vec()).over(PlacementKind::Packed);
+    let ragged = Ragged { query_place: PlacementKind::Packed, ..places };
     Call::ragged(Configuration::Backward(backward), ragged, heads)
 }
 
@@ -55,10 +55,10 @@ fn gradients_are_right() {
 fn sequences_lie_anywhere() {
     let (queries, keys) = (vec![65, 0, 129, 3], vec![128, 7, 60, 130]);
     for (query_place, key_place) in [
-        (Place::Apart, Place::Apart),
-        (Place::Apart, Place::Padded),
-        (Place::Padded, Place::Packed),
-        (Place::Padded, Place::Padded),
+        (PlacementKind::PackedWithGaps, PlacementKind::PackedWithGaps),
+        (PlacementKind::PackedWithGaps, PlacementKind::Padded),
+        (PlacementKind::Padded, PlacementKind::Packed),
+        (PlacementKind::Padded, PlacementKind::Padded),
     ] {
         let kernel = Configuration::Backward(tuned(64, 64, Rules::CAUSAL));
         let ragged = Ragged::new(queries.clone(), keys.clone()).over(key_place);
@@ -102,7 +102,7 @@ fn gradients_under_many_schedules() {
 fn what_a_longer_batch_left_behind_is_not_read() {
     let kernel = Configuration::Backward(tuned(64, 64, Rules::DENSE));
     let scene = |lengths: [usize; 3]| {
-        let ragged = Ragged::new(lengths.to_vec(), lengths.to_vec()).over(Place::Padded);
+        let ragged = Ragged::new(lengths.to_vec(), lengths.to_vec()).over(PlacementKind::Padded);
         Call::ragged(kernel, ragged, [1, 1]).scene().unwrap()
     };
     let (left, _) = scene([129, 129, 128]).run(&Options::default()).unwrap();

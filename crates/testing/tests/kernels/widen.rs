@@ -1,7 +1,7 @@
 //! Attention of many queries over 8-bit caches, which a kernel widens to 16 bits first.
 
 use flashcore::Mask;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use flashcore_testing::scene::{Call, PlacementKind, Ragged, Scene};
 use kernels::forward::{Workload, every_prefill, tuned};
 use kernels::{Batch, Cache, Configuration, Prefill, Rules, Scales, Widen, mma};
 use ptx::{Element, Target};
@@ -68,7 +68,7 @@ fn every_storage_is_widened() {
     // On Hopper, TMA loads from the widened cache.
     let tile = every_prefill()[0].tile;
     let prefill = Configuration::Prefill(Prefill { tile, page_rows: None, single_tile: false });
-    let paged = Ragged::new(queries.clone(), keys.clone()).over(Place::Paged(16));
+    let paged = Ragged::new(queries.clone(), keys.clone()).over(PlacementKind::Paged(16));
     let prefill = Call::ragged(prefill, paged, [2, 1]);
     let workload = Workload { rules: Rules::DENSE, ..workload };
     let forward = Configuration::Forward(tuned(&workload).unwrap().configuration);
@@ -76,9 +76,11 @@ fn every_storage_is_widened() {
     let padded = Call::ragged(kernel(Batch::Ragged, Rules::LOCAL), padded, [2, 1]);
     for call in [
         Call::new(Configuration::Mma(equal), 2, [5, 77], [4, 2]).over_cache(cache(Scales::PerHead)),
-        ragged(queries.clone(), keys.clone(), Place::Packed).over_cache(cache(Scales::PerToken)),
-        ragged(queries.clone(), keys.clone(), Place::Entries).over_cache(cache(Scales::PerToken)),
-        ragged(queries, keys, Place::Paged(16)).over_cache(cache(Scales::PerHead)),
+        ragged(queries.clone(), keys.clone(), PlacementKind::Packed)
+            .over_cache(cache(Scales::PerToken)),
+        ragged(queries.clone(), keys.clone(), PlacementKind::Entries)
+            .over_cache(cache(Scales::PerToken)),
+        ragged(queries, keys, PlacementKind::Paged(16)).over_cache(cache(Scales::PerHead)),
         padded.over_cache(cache(Scales::One)),
         prefill.over_cache(cache(Scales::PerToken)),
         Call::new(forward, 2, [70, 130], [2, 1]).over_cache(cache(Scales::PerHead)),

@@ -1,7 +1,7 @@
 //! Score functions in the backward pass: recomputes P from scores and the log-sum-exps of the
 //! forward pass, and keeps P times the derivative of the function, which dS takes as its factor.
 
-use ptx::{Builder, Choose, Expression, F32, LoadHint, Reg, SharedAddress};
+use ptx::{Builder, Expression, F32, LoadHint, Reg, Select, SharedAddress};
 
 use super::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::Score;
@@ -43,8 +43,8 @@ impl FunctionRegisters {
                 // The function's result for minus infinity may be anything.
                 let hidden = k.eval(score.register.equals(f32::NEG_INFINITY));
                 let product = k.eval(weight * derivative);
-                weight = k.eval(hidden.choose::<F32>(0.0, weight));
-                kept = k.eval(hidden.choose::<F32>(0.0, product));
+                weight = k.eval(hidden.select::<F32>(0.0, weight));
+                kept = k.eval(hidden.select::<F32>(0.0, product));
             }
             k.set(score.register, kept);
             match first[score.row].take() {

@@ -84,7 +84,7 @@ impl TileScheduler for DynamicConsumer<'_> {
                 k.set(current.masked_from, words[1]);
             }
         }
-        self.reads.keep(k);
+        self.reads.advance(k);
     }
 
     fn has_tile(&self, tile: &WorkTile) -> Value<Pred> {
@@ -109,7 +109,7 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     }
 
     fn take(&self, k: &mut Builder, current: &Current, tile: &WorkTile) {
-        self.reads.give_back(k, current.slot, self.leader);
+        self.reads.release_stage(k, current.slot, self.leader);
         let new = &tile.current;
         k.set(current.slot, new.slot);
         k.set(current.masked_from, new.masked_from);

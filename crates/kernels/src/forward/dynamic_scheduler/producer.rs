@@ -5,7 +5,7 @@
 //! end of the current tile (`look_ahead`) and completed when the next tile is posted (`post`).
 
 use ptx::{
-    Builder, Choose, Expression, Pred, Producer, Reg, S32, Scope, SharedAddress, U32, U64, Value,
+    Builder, Expression, Pred, Producer, Reg, S32, Scope, Select, SharedAddress, U32, U64, Value,
 };
 
 use super::{Batch, DynamicScheduler, Pages, TileList, Tiles, WorkSlots, first_or_none};
@@ -81,7 +81,7 @@ impl<'a> DynamicProducer<'a> {
             Tiles::Single { tiles, .. } => (tiles, None),
             Tiles::Listed(list) => {
                 let records = k.load::<U32, _>(list.schedule + COUNT_BYTE);
-                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                let blocks = k.special(ptx::SpecialRegister::GridExtent(ptx::Axis::X));
                 (records, Some(Claims { list, blocks }))
             }
         };
@@ -114,8 +114,8 @@ impl<'a> DynamicProducer<'a> {
         let heads = self.batch.heads;
         let before = k.eval(self.records * last);
         let is_last = k.eval(number.at_least(before));
-        let first = k.eval(is_last.choose::<U32>(last, 0));
-        let together = k.eval(is_last.choose::<U32>(heads - last, together));
+        let first = k.eval(is_last.select::<U32>(last, 0));
+        let together = k.eval(is_last.select::<U32>(heads - last, together));
         let number = k.eval(number - self.records * first);
         let per_group = k.eval(self.records * together);
         let group = k.eval(number / per_group);
@@ -144,7 +144,7 @@ impl<'a> DynamicProducer<'a> {
                 WorkSlots::write_blocks(k, slot, [zero; 2], window);
             },
         );
-        self.posted.publish(k);
+        self.posted.commit(k);
         self.posted.advance(k);
     }
 

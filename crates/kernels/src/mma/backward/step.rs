@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use ptx::{
-    Builder, Capability, Expression, F32, FragmentA, FragmentB, GlobalAddress, MmaSum, Reg, Scope,
-    SharedAddress, SteppedLanes, TileLayout, TileReader, TileWriter, U64, WarpAccumulator,
+    Builder, Capability, Expression, F32, FragmentA, FragmentB, GlobalAddress, MmaAccumulator, Reg,
+    Scope, SharedAddress, SteppedLanes, TileLayout, TileReader, TileWriter, U64, WarpAccumulator,
     WarpFragment,
 };
 
@@ -343,7 +343,7 @@ fn multiply(
     let first_step = steps.start;
     let pieces: Vec<(u32, Groups)> =
         steps.flat_map(|step| groups.clone().map(move |groups| (step, groups))).collect();
-    let zero = MmaSum::from_zero(k.eval::<F32>(0.0));
+    let zero = MmaAccumulator::from_zero(k.eval::<F32>(0.0));
     let mut next = Some(right(k, pieces[0].1, pieces[0].0));
     let mut operands = Vec::new();
     for (index, (step, groups)) in pieces.iter().copied().enumerate() {

@@ -27,7 +27,7 @@ impl MmaCell {
 
 /// The registers that an `mma.sync` accumulates from or into.
 #[derive(Clone, Copy, Debug)]
-pub enum MmaSum {
+pub enum MmaAccumulator {
     /// `f32` accumulation.
     F32(MmaCell),
     /// `f16` accumulation: the two neighbouring elements of the thread's first row, and those of
@@ -35,30 +35,30 @@ pub enum MmaSum {
     F16([Reg<F16x2>; 2]),
 }
 
-impl From<MmaCell> for MmaSum {
+impl From<MmaCell> for MmaAccumulator {
     fn from(cell: MmaCell) -> Self {
-        MmaSum::F32(cell)
+        MmaAccumulator::F32(cell)
     }
 }
 
-impl MmaSum {
+impl MmaAccumulator {
     /// Returns an initial accumulator of zeros whose four elements are all the register `zero`,
     /// which holds 0.
     pub fn from_zero(zero: Reg<F32>) -> Self {
-        MmaSum::F32(MmaCell([zero; 4]))
+        MmaAccumulator::F32(MmaCell([zero; 4]))
     }
 
     pub(super) fn element(self) -> Element {
         match self {
-            MmaSum::F32(_) => Element::F32,
-            MmaSum::F16(_) => Element::F16,
+            MmaAccumulator::F32(_) => Element::F32,
+            MmaAccumulator::F16(_) => Element::F16,
         }
     }
 
     pub(super) fn registers(self) -> Vec<Register> {
         match self {
-            MmaSum::F32(cell) => cell.0.map(Reg::register).to_vec(),
-            MmaSum::F16(pairs) => pairs.map(Reg::register).to_vec(),
+            MmaAccumulator::F32(cell) => cell.0.map(Reg::register).to_vec(),
+            MmaAccumulator::F16(pairs) => pairs.map(Reg::register).to_vec(),
         }
     }
 }

@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use super::{CHUNK, PANEL_CHUNKS, ROW, check, chunk_columns};
 use crate::tile::TileLayout;
-use crate::tile::shared::possible;
+use crate::tile::shared::checked_layout;
 use crate::{
-    Builder, Choose, CopyCache, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
+    Builder, CopyCache, Expression, GlobalAddress, Instruction, Reg, Select, SharedAddress,
     StoreHint, U32, Value,
 };
 
@@ -26,7 +26,7 @@ impl TileRing {
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, mut count: u32) -> Self {
         check(k, layout);
-        let layout = possible(k, name, layout);
+        let layout = checked_layout(k, name, layout);
         if count == 0 || count > k.target().shared_memory_limit() / layout.bytes().max(ROW) {
             k.misuse(format!("{name}: {count} tiles of {} bytes", layout.bytes()));
             count = 1;
@@ -141,7 +141,7 @@ impl RowCopies {
         row: impl Into<Value<U32>>,
         rows: Reg<U32>,
     ) -> Reg<U32> {
-        k.eval(row.into().less(rows).choose::<U32>(CHUNK, 0))
+        k.eval(row.into().less(rows).select::<U32>(CHUNK, 0))
     }
 
     /// Copies the thread's chunk of each panel of a row. `to` is the chunk's address in the first
@@ -158,7 +158,7 @@ impl RowCopies {
         valid: Option<Reg<U32>>,
     ) {
         let held = self.columns / chunk_columns(self.layout);
-        let layout = possible(k, "rows", self.layout);
+        let layout = checked_layout(k, "rows", self.layout);
         for panel in 0..layout.panels() {
             let copy = Instruction::CopyAsync {
                 dst: k.address(to + (rows.saturating_mul(ROW) + panel * layout.panel_bytes())),
@@ -209,7 +209,7 @@ impl RowCopies {
         zero: &[Reg<U32>; 4],
     ) {
         let at = k.eval(tile + row * ROW + chunk * CHUNK);
-        let layout = possible(k, "a row", self.layout);
+        let layout = checked_layout(k, "a row", self.layout);
         for panel in 0..layout.panels() {
             k.store_vector(at + panel * layout.panel_bytes(), zero, StoreHint::default());
         }

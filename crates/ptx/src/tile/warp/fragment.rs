@@ -1,6 +1,6 @@
 //! Operands of `mma.sync` in registers, and the instruction itself.
 
-use super::{MmaSum, TileWriter, WarpAccumulator, in_registers};
+use super::{MmaAccumulator, TileWriter, WarpAccumulator, in_registers};
 use crate::{Builder, Element, F32, Instruction, MmaShape, Packed, Reg, SharedAddress, Value};
 
 /// The `A` operand of a product: 16 rows by 16 columns of 16-bit elements.
@@ -106,7 +106,13 @@ impl WarpFragment {
 impl Builder {
     /// Issues `d = a * b + c` of shape 16 x 8 x 16. All lanes of a warp call this.
     #[track_caller]
-    pub fn mma(&mut self, d: impl Into<MmaSum>, a: FragmentA, b: FragmentB, c: impl Into<MmaSum>) {
+    pub fn mma(
+        &mut self,
+        d: impl Into<MmaAccumulator>,
+        a: FragmentA,
+        b: FragmentB,
+        c: impl Into<MmaAccumulator>,
+    ) {
         let (d, c) = (d.into(), c.into());
         let (element, accumulator) = (a.0[0].element(), d.element());
         if c.element() != accumulator || b.0[0].element() != element {

@@ -10,7 +10,7 @@
 //! use flashcore_ptx::*;
 //!
 //! /// d = a * b^T for two 16 x 16 tiles of bf16, by one warp.
-//! fn multiply() -> Result<Program, Invalid> {
+//! fn multiply() -> Result<Program, ValidationError> {
 //!     let mut k = Builder::new("multiply", Target::SM_80, 32);
 //!     let [a, b, d] = ["a", "b", "d"].map(|name| k.parameter::<GlobalAddress>(name));
 //!     let layout =
@@ -56,7 +56,7 @@
 //!
 //! let text = print(&multiply()?);
 //! assert!(text.contains("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"));
-//! # Ok::<(), Invalid>(())
+//! # Ok::<(), ValidationError>(())
 //! ```
 
 mod accumulator;
@@ -65,7 +65,7 @@ mod fragment;
 mod reader;
 mod writer;
 
-pub use accumulator::{MmaCell, MmaSum, WarpAccumulator};
+pub use accumulator::{MmaAccumulator, MmaCell, WarpAccumulator};
 pub use copies::{ChunkPlace, RowCopies, TileRing};
 pub use fragment::{FragmentA, FragmentB, WarpFragment};
 pub use reader::{MatrixLanes, MatrixOrder, SteppedLanes, TileReader};

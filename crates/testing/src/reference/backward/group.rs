@@ -59,7 +59,7 @@ struct Forward<T> {
 }
 
 /// The result of the backward pass of a row.
-struct Done<T> {
+struct RowGradients<T> {
     /// The log-sum-exp; `None` for a row without weight, whose gradients are zero whatever its
     /// inputs are.
     lse: Option<T>,
@@ -73,13 +73,20 @@ struct Done<T> {
     noise: Noise,
 }
 
-impl<T> Default for Done<T>
+impl<T> Default for RowGradients<T>
 where
     T: Number,
 {
     fn default() -> Self {
         let (delta, sink) = (T::default(), T::default());
-        Done { lse: None, delta, query: Vec::new(), sink, size: 0.0, noise: Noise::default() }
+        RowGradients {
+            lse: None,
+            delta,
+            query: Vec::new(),
+            sink,
+            size: 0.0,
+            noise: Noise::default(),
+        }
     }
 }
 
@@ -95,7 +102,7 @@ struct Pair<T> {
 }
 
 /// The gradients of one key and its value.
-struct OfKey<T> {
+struct KeyGradients<T> {
     key: Vec<T>,
     value: Vec<T>,
     noise: Noise,
@@ -179,9 +186,9 @@ impl<'a, T: Number> Group<'a, T> {
     }
 
     pub(super) fn gradients(&self) -> HeadGradients {
-        let rows: Vec<Done<T>> = self.rows.par_iter().map(|row| self.row(row)).collect();
+        let rows: Vec<RowGradients<T>> = self.rows.par_iter().map(|row| self.row(row)).collect();
         let keys = self.keys.len() / self.dim;
-        let keys: Vec<OfKey<T>> =
+        let keys: Vec<KeyGradients<T>> =
             (0..keys).into_par_iter().map(|key| self.key(key, &rows)).collect();
 
         let noise = rows.iter().map(|row| row.noise).chain(keys.iter().map(|key| key.noise));
@@ -246,8 +253,9 @@ impl<'a, T: Number> Group<'a, T> {
     }
 
     /// Computes the backward pass of a row: delta, dQ, and its part of the sink's gradient.
-    fn row(&self, row: &Row<'_, T>) -> Done<T> {
-        let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
+    fn row(&self, row: &Row<'_, T>) -> RowGradients<T> {
+        let mut done =
+            RowGradients { query: vec![T::default(); self.dim], ..RowGradients::default() };
         let forward = match &row.forward {
             // A sink alone gives an output of zero, which depends on nothing.
             _ if row.visible.is_empty() => None,
@@ -281,7 +289,7 @@ impl<'a, T: Number> Group<'a, T> {
     }
 
     /// Computes the probability and the gradient of a key that a row sees.
-    fn pair(&self, row: &Row<'_, T>, done: &Done<T>, lse: T, key: usize) -> Pair<T> {
+    fn pair(&self, row: &Row<'_, T>, done: &RowGradients<T>, lse: T, key: usize) -> Pair<T> {
         let (product, score) = self.score(row, key);
         let probability = (score - lse).exp();
         let difference = dot(&row.gradient, self.value_vector(key)) - done.delta;
@@ -306,8 +314,8 @@ impl<'a, T: Number> Group<'a, T> {
     }
 
     /// Computes the gradients of one key and its value, over every row that sees it.
-    fn key(&self, key: usize, done: &[Done<T>]) -> OfKey<T> {
-        let mut sums = OfKey {
+    fn key(&self, key: usize, done: &[RowGradients<T>]) -> KeyGradients<T> {
+        let mut sums = KeyGradients {
             key: vec![T::default(); self.dim],
             value: vec![T::default(); self.value_dim],
             noise: Noise::default(),

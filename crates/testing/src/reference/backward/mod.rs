@@ -72,11 +72,6 @@ impl Heads {
     pub fn is_empty(&self) -> bool {
         self.chosen.is_empty()
     }
-
-    /// Returns whether these are all heads of the problem.
-    pub fn are_all(&self) -> bool {
-        self.all
-    }
 }
 
 /// The gradients of one key/value head and of the query heads that read it.

@@ -1,12 +1,12 @@
 //! Scenes of attention: a call as the library plans and binds it, over buffers of the simulator.
 //!
-//! A [`Call`] describes a kernel and a problem. Its tensors are made in `given`, its buffers and
+//! A [`Call`] describes a kernel and a problem. Its tensors are made in `inputs`, its buffers and
 //! launches in `stage`, and what must come out is computed here by the reference.
 
-mod given;
 mod hostile;
+mod inputs;
+mod key_magnitudes;
 mod stage;
-mod weights;
 
 use flashcore::family::Choice;
 use flashcore::function::HostTensor;
@@ -20,16 +20,16 @@ use kernels::parameter::Tensor as Role;
 use ptx::Element;
 use sim::BufferId;
 
-use self::given::Given;
-use super::{Expected, Kernel, Ragged, Scene, SceneError, Step};
+use self::inputs::CallInputs;
+use super::{Expected, Kernel, KernelLaunch, Ragged, Scene, SceneError};
 use crate::check::Order;
 use crate::reference::{self, Rows};
 use crate::verdict::tolerances;
 
-pub(crate) use self::given::of_sequences;
 pub(super) use self::hostile::out_of_bounds;
+pub(crate) use self::inputs::of_sequences;
+pub use self::key_magnitudes::KeyMagnitudes;
 pub(super) use self::stage::{Buffers, Staged};
-pub use self::weights::Weights;
 
 /// A call of attention by a kernel of any configuration.
 ///
@@ -59,13 +59,13 @@ pub struct Call {
     pub ragged: Option<Ragged>,
     /// The number of multiprocessors that the work is distributed over: usually fewer than there
     /// are tiles, so that thread blocks process several.
-    pub processors: u32,
+    pub multiprocessors: u32,
     /// The number of splits of the keys, for a kernel that splits them.
     pub splits: Option<u32>,
     /// The memory layout of queries, keys and values.
     pub order: Order,
-    /// How much each key weighs in the scores.
-    pub weights: Weights,
+    /// The magnitude of each key.
+    pub key_magnitudes: KeyMagnitudes,
     /// The factor on all queries, usually 1. [`Call::with_outliers`] divides the softmax scale by
     /// it, so that scores do not change.
     pub outlier: f32,
@@ -119,10 +119,10 @@ impl Call {
             },
             kernel,
             ragged: None,
-            processors: 2,
+            multiprocessors: 2,
             splits,
             order: Order::Contiguous,
-            weights: Weights::Even,
+            key_magnitudes: KeyMagnitudes::Uniform,
             outlier: 1.0,
             value_mean: 0.0,
             hostile: false,
@@ -147,8 +147,8 @@ impl Call {
             Configuration::Mma(_) => choice.tiling.map(|tiling| tiling.splits),
             _ => None,
         };
-        let (problem, processors) = (problem.clone(), chip.multiprocessors);
-        Call { problem, processors, splits, ..Call::new(kernel, 1, [1, 1], [1, 1]) }
+        let (problem, multiprocessors) = (problem.clone(), chip.multiprocessors);
+        Call { problem, multiprocessors, splits, ..Call::new(kernel, 1, [1, 1], [1, 1]) }
     }
 
     /// Changes the problem of the call.
@@ -168,16 +168,16 @@ impl Call {
     }
 
     /// Sets the number of multiprocessors.
-    pub fn on(self, processors: u32) -> Self {
-        Call { processors, ..self }
+    pub fn with_multiprocessors(self, multiprocessors: u32) -> Self {
+        Call { multiprocessors, ..self }
     }
 
     /// Makes the scene: its tensors and lists, its launches as planned and bound, and the expected
     /// results.
     pub fn scene(&self) -> Result<Scene, SceneError> {
-        let given = self.given()?;
-        let staged = self.stage(&given)?;
-        let results = match &given.backward {
+        let inputs = self.inputs()?;
+        let staged = self.stage(&inputs)?;
+        let results = match &inputs.backward {
             Some(backward) => backward.expected(&staged),
             None => self.expected(&staged),
         };
@@ -189,10 +189,10 @@ impl Call {
     pub(super) fn scene_of(&self, launch: usize) -> Result<Scene, SceneError> {
         let scene = self.scene()?;
         let Scene { program, grid, arguments, mut before, after, .. } = scene.clone();
-        before.push(Step { program, grid, arguments });
+        before.push(KernelLaunch { program, grid, arguments });
         before.extend(after);
         let after = before.split_off((launch + 1).min(before.len()));
-        let Some(Step { program, grid, arguments }) = before.pop() else {
+        let Some(KernelLaunch { program, grid, arguments }) = before.pop() else {
             return Err(SceneError::Size("the plan has no such launch".to_owned()));
         };
         Ok(Scene { program, grid, arguments, before, after, ..scene })
@@ -205,21 +205,21 @@ impl Call {
         sequences: &Sequences,
         tensors: &InputTensors,
     ) -> Result<(Scene, [BufferId; 2]), SceneError> {
-        let given = Given {
+        let inputs = CallInputs {
             problem: sequences.problem().clone(),
             sequences: Some(sequences.clone()),
             tensors: tensors.clone(),
             captured: Vec::new(),
             backward: None,
         };
-        let staged = self.stage(&given)?;
+        let staged = self.stage(&inputs)?;
         let results = [Role::Output, Role::Lse].map(|it| staged.buffers[&Source::Tensor(it)]);
         Ok((staged.scene(self.words())?, results))
     }
 
     /// Makes the scene without expected results, which take long to compute for a large problem.
-    pub fn unjudged(&self) -> Result<Scene, SceneError> {
-        self.stage(&self.given()?)?.scene(self.words())
+    pub fn without_expected(&self) -> Result<Scene, SceneError> {
+        self.stage(&self.inputs()?)?.scene(self.words())
     }
 
     /// Computes the expected output and log-sum-exps of each row, with tolerances by the library's
@@ -283,7 +283,7 @@ impl Call {
         if let Some(ragged) = &self.ragged {
             words += &format!(", {ragged}");
         }
-        words + &format!(", {} multiprocessors", self.processors)
+        words + &format!(", {} multiprocessors", self.multiprocessors)
     }
 }
 

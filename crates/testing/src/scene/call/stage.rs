@@ -14,10 +14,10 @@ use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role, Workspace
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
-use super::given::Given;
 use super::hostile::{cross, exceed, fill};
+use super::inputs::CallInputs;
 use super::{Call, UNTOUCHED, refused};
-use crate::scene::{Kernel, Scene, SceneError, Step, encode};
+use crate::scene::{Kernel, KernelLaunch, Scene, SceneError, encode};
 
 /// The buffers by source; absent tensors and lists have none.
 pub(in crate::scene) type Buffers = BTreeMap<Source, BufferId>;
@@ -31,7 +31,7 @@ pub(in crate::scene) struct Staged<'a> {
     pub(in crate::scene) inputs: Inputs<'a>,
     pub(in crate::scene) memory: Memory,
     pub(in crate::scene) buffers: Buffers,
-    pub(in crate::scene) steps: Vec<Step>,
+    pub(in crate::scene) steps: Vec<KernelLaunch>,
     /// Index of the main launch in `steps`.
     main: usize,
     /// Workspace that starts as zeros and that the main kernel must leave as it found it.
@@ -50,19 +50,22 @@ impl Staged<'_> {
             [Role::Output, Role::Lse, Role::QueryGradient, Role::KeyGradient, Role::ValueGradient];
         let written_once =
             results.iter().filter_map(|it| buffers.get(&Source::Tensor(*it)).copied()).collect();
-        let alone = Scene::alone(step, memory, Vec::new(), size);
+        let alone = Scene::single_launch(step, memory, Vec::new(), size);
         Ok(Scene { before, after, written_once, restored, ..alone })
     }
 }
 
 impl Call {
     /// Plans the call, makes a buffer for each source, and binds the launches to them.
-    pub(in crate::scene) fn stage<'a>(&self, given: &'a Given) -> Result<Staged<'a>, SceneError> {
-        let (problem, inputs) = given.call().map_err(refused)?;
+    pub(in crate::scene) fn stage<'a>(
+        &self,
+        call_inputs: &'a CallInputs,
+    ) -> Result<Staged<'a>, SceneError> {
+        let (problem, inputs) = call_inputs.call().map_err(refused)?;
         let Kernel { target, .. } = Kernel::of(&self.kernel);
         let element = problem.dtypes.output.element();
         let chip =
-            Chip { target, multiprocessors: self.processors, l2_bytes: 1 << 20, ..Chip::H200 };
+            Chip { target, multiprocessors: self.multiprocessors, l2_bytes: 1 << 20, ..Chip::H200 };
         let choice = Choice::for_kernel(&chip, &problem, self.kernel, self.splits)
             .map_err(SceneError::Size)?;
 
@@ -109,7 +112,7 @@ impl Call {
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
         {
             let name = format!("{role:?}");
-            let buffer = match &given.backward {
+            let buffer = match &call_inputs.backward {
                 Some(backward) => memory.input(&name, backward.bytes(role)),
                 None if sequences.rows() == problem.rows() => {
                     memory.output(&name, element.bytes() as usize * count)
@@ -119,7 +122,7 @@ impl Call {
             };
             buffers.insert(Source::Tensor(role), buffer);
         }
-        if let Some(backward) = &given.backward {
+        if let Some(backward) = &call_inputs.backward {
             backward.stage(&problem, &sequences, &mut memory, &mut buffers);
         }
         let lists = choice.lists_over(if self.contents_known { &self.captured } else { &[] });
@@ -155,7 +158,9 @@ impl Call {
 
         let mut arrangement =
             inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
-        if let (Some(backward), Some(gradients)) = (&given.backward, &mut arrangement.gradients) {
+        if let (Some(backward), Some(gradients)) =
+            (&call_inputs.backward, &mut arrangement.gradients)
+        {
             gradients.output = backward.output_gradient_strides();
         }
         let mut steps = Vec::new();
@@ -171,7 +176,7 @@ impl Call {
                 .map_err(SceneError::Size)?;
             let values: Vec<Value> =
                 values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
-            steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
+            steps.push(KernelLaunch::bound(program, launch.blocks, &values, &buffers)?);
         }
         let main = choice.main - choice.launches.iter().filter(|launch| found(launch)).count();
         Ok(Staged { problem, inputs, memory, buffers, steps, main, restored })
@@ -192,7 +197,7 @@ fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
     }
 }
 
-impl Step {
+impl KernelLaunch {
     /// Creates the step of a launch, with buffers in place of the sources that its values name and
     /// a null address for absent ones.
     pub(in crate::scene) fn bound(
@@ -228,6 +233,6 @@ impl Step {
             })
         };
         let arguments = values.iter().map(argument).collect::<Result<_, SceneError>>()?;
-        Ok(Step { program, grid, arguments })
+        Ok(KernelLaunch { program, grid, arguments })
     }
 }

@@ -4,8 +4,8 @@
 //! bounds does not branch: element 0 of that dimension is loaded and replaced by zero.
 
 use ptx::{
-    BF16x2, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress, LoadHint, Pred, Reg,
-    S32, U32, U64, Value,
+    BF16x2, Builder, Element, Expression, F16x2, F32, GlobalAddress, LoadHint, Pred, Reg, S32,
+    Select, U32, U64, Value,
 };
 
 use super::Computed;
@@ -46,7 +46,7 @@ impl ElementAddress {
         let index = k.eval(index.reinterpret::<U32>());
         let inside = k.eval(index.less(tensor.extents[dimension]));
         // Index 0 is loaded instead of one out of bounds, which saves a branch.
-        let near = k.eval(inside.choose::<U32>(index, 0u32));
+        let near = k.eval(inside.select::<U32>(index, 0u32));
         let stride = tensor.strides[dimension] * tensor.stored.bytes();
         let step = k.eval(near.convert::<U64>() * stride);
         let step = ElementAddress {
@@ -99,11 +99,11 @@ impl ElementAddress {
         match tensor.stored {
             Stored::I32 | Stored::I64 => {
                 let loaded = k.load::<S32, _>(place);
-                Computed::Integer(k.eval(within.choose::<S32>(loaded, 0)).into())
+                Computed::Integer(k.eval(within.select::<S32>(loaded, 0)).into())
             }
             Stored::U8 => {
                 let loaded = k.load_byte(place).reinterpret::<S32>();
-                Computed::Integer(k.eval(within.choose::<S32>(loaded, 0)).into())
+                Computed::Integer(k.eval(within.select::<S32>(loaded, 0)).into())
             }
             Stored::Bool => {
                 let loaded = k.load_byte(place);
@@ -116,7 +116,7 @@ impl ElementAddress {
                     _ => Element::F32,
                 };
                 let loaded = load_as_f32(k, element, place);
-                Computed::Float(k.eval(within.choose::<F32>(loaded, 0.0)).into())
+                Computed::Float(k.eval(within.select::<F32>(loaded, 0.0)).into())
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use std::f32::consts::LOG2_E;
 
-use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, Expression, F32, Pred, Reg, S32, Select, U32, Value};
 
 use super::Computed;
 use crate::attention::function::node::{Binary, Comparison, Unary};
@@ -56,16 +56,16 @@ fn floor_divide(k: &mut Builder, a: Reg<S32>, b: Reg<S32>) -> [Value<S32>; 2] {
     // Divisors of zero and minus one are replaced by one: the hardware's result is not defined for
     // zero, nor for the overflow that minus one can cause.
     let special = k.eval((b + 1).reinterpret::<U32>().less(2u32));
-    let divisor = k.eval(special.choose::<S32>(1, b));
+    let divisor = k.eval(special.select::<S32>(1, b));
     let truncated = k.eval(a / divisor);
     let rest = k.eval(a - truncated * divisor);
     let wrong = k.eval(rest.differs(0) & (rest ^ divisor).less(0));
-    let down = k.eval(wrong.choose::<S32>(truncated - 1, truncated));
-    let left = k.eval(wrong.choose::<S32>(rest + divisor, rest));
+    let down = k.eval(wrong.select::<S32>(truncated - 1, truncated));
+    let left = k.eval(wrong.select::<S32>(rest + divisor, rest));
     let by_zero = k.eval(b.equals(0));
-    let of_special = k.eval(by_zero.choose::<S32>(0, -a));
-    let rest_of_special = k.eval(by_zero.choose::<S32>(a, 0));
-    [special.choose::<S32>(of_special, down), special.choose::<S32>(rest_of_special, left)]
+    let of_special = k.eval(by_zero.select::<S32>(0, -a));
+    let rest_of_special = k.eval(by_zero.select::<S32>(a, 0));
+    [special.select::<S32>(of_special, down), special.select::<S32>(rest_of_special, left)]
 }
 
 pub(super) fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed {

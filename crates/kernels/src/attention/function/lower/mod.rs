@@ -16,7 +16,7 @@ mod address;
 mod arithmetic;
 mod run;
 
-use ptx::{Builder, Choose, F32, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, F32, Pred, Reg, S32, Select, U32, Value};
 
 use self::address::{ElementAddress, TensorRegisters};
 use self::run::{Run, Values};
@@ -325,7 +325,7 @@ impl FunctionRegisters {
                 Kind::Score => k.set(register, results[0].float()),
                 Kind::Mask => {
                     let seen = results[0].boolean();
-                    k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
+                    k.set(register, seen.select::<F32>(register, f32::NEG_INFINITY));
                 }
             }
         };

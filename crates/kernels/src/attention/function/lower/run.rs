@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, Select, U32, U64, Value};
 
 use super::address::{ElementAddress, TensorRegisters, load_pair};
 use super::arithmetic::{compare, float_binary, integer_binary, unary};
@@ -384,9 +384,9 @@ impl<'a> Run<'a> {
             Node::Select(condition, a, b) => {
                 let condition = of(condition).boolean();
                 match (of(a), of(b)) {
-                    (Float(a), Float(b)) => Float(k.eval(condition.choose::<F32>(a, b)).into()),
+                    (Float(a), Float(b)) => Float(k.eval(condition.select::<F32>(a, b)).into()),
                     (a, b) => {
-                        let chosen = condition.choose::<S32>(a.integer(), b.integer());
+                        let chosen = condition.select::<S32>(a.integer(), b.integer());
                         Integer(k.eval(chosen).into())
                     }
                 }

@@ -15,12 +15,14 @@ mod sequencer;
 
 use kernels::Configuration;
 
-use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
+use super::{
+    AppendSize, Call, KeyMagnitudes, PlacementKind, Ragged, Scene, SceneError, backward_launch,
+};
 
 impl Scene {
     /// Returns the scenes in which mutants of a kernel are run, the smallest first. A family
     /// without scenes of its own gets its small one only.
-    pub fn unkind(kernel: &Configuration) -> Result<Vec<Scene>, SceneError> {
+    pub fn adversarial(kernel: &Configuration) -> Result<Vec<Scene>, SceneError> {
         let small = Scene::small(kernel)?;
         let more = match kernel {
             Configuration::Forward(it) => scenes(forward::calls(it)),
@@ -48,7 +50,8 @@ impl Scene {
             // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
                 let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
-                ends.map(|queries| Call::beside(after, queries).scene_of(2)).collect()
+                let launch = backward_launch(it.batch, 2);
+                ends.map(|queries| Call::for_companion(after, queries).scene_of(launch)).collect()
             }
             Configuration::SinkGradients(it) => {
                 // More row blocks than one round takes, of several sequences; rows without keys.
@@ -59,7 +62,8 @@ impl Scene {
                 let many = [(1, [70, 66]), (8, [66, 66]), (1, [1100, 60]), (3, [700, 40])];
                 let sizes = few.into_iter().chain(many);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
-                calls.map(|call| Call { hostile: true, ..call }.scene_of(3)).collect()
+                let launch = backward_launch(it.batch, 3);
+                calls.map(|call| Call { hostile: true, ..call }.scene_of(launch)).collect()
             }
             _ => Ok(Vec::new()),
         };
@@ -67,14 +71,14 @@ impl Scene {
     }
 }
 
-/// The softcap of scenes whose keys have unequal weights: a lower cap would level the scores, and a
-/// higher one would cost them too many digits.
+/// The softcap of scenes whose keys have unequal magnitudes: a lower cap would level the scores,
+/// and a higher one would cost them too many digits.
 const HIGH_CAP: f32 = 200.0;
 
-/// Makes scenes of calls, with [`HIGH_CAP`] where weights are uneven and scores are capped.
+/// Makes scenes of calls, with [`HIGH_CAP`] where magnitudes differ and scores are capped.
 fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     let uncapped = |mut call: Call| {
-        if call.weights != Weights::Even && call.problem.scores.softcap.is_some() {
+        if call.key_magnitudes != KeyMagnitudes::Uniform && call.problem.scores.softcap.is_some() {
             call.problem.scores.softcap = Some(HIGH_CAP);
         }
         call.scene()
@@ -82,13 +86,43 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     calls.into_iter().map(uncapped).collect()
 }
 
-/// Returns the periods with which keys alternate between light and heavy ([`Weights::Turns`]), from
-/// neighbouring columns of a lane up to whole key blocks.
-fn turns(block: usize) -> impl Iterator<Item = usize> {
+/// Returns the periods with which small and large keys alternate
+/// ([`KeyMagnitudes::Alternating`]), from neighbouring columns of a lane up to whole key blocks.
+fn alternation_periods(block: usize) -> impl Iterator<Item = usize> {
     [1, 2, 4, 8, 16].into_iter().filter(move |of| *of < block).chain([block])
 }
 
 /// Returns numbers of keys that end at each of the columns that a lane has in the second key block.
-fn ends(block: usize) -> impl Iterator<Item = usize> {
+fn second_block_ends(block: usize) -> impl Iterator<Item = usize> {
     (block..2 * block).filter(|keys| keys % 8 < 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::Batch;
+    use ptx::Target;
+
+    use super::*;
+
+    /// The launch under test is that of the kernel, also where a batch has one more before it.
+    #[test]
+    fn companions_of_the_backward_pass_are_the_launch_under_test() {
+        let mut ragged = [false; 2];
+        for kernel in kernels::shipped(Target::SM_90A) {
+            let (family, batch) = match kernel {
+                Configuration::Rounding(it) => (0, it.batch),
+                Configuration::SinkGradients(it) => (1, it.batch),
+                _ => continue,
+            };
+            if batch == Batch::Equal || ragged[family] {
+                continue;
+            }
+            ragged[family] = true;
+            let program = kernel.program().unwrap();
+            for scene in Scene::adversarial(&kernel).unwrap() {
+                assert_eq!(scene.program.name, program.name);
+            }
+        }
+        assert_eq!(ragged, [true; 2]);
+    }
 }

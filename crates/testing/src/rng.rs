@@ -7,11 +7,11 @@ use flashcore::{Error, Shape};
 const PAGE_SIZES: [usize; 8] = [1, 4, 16, 48, 64, 64, 128, 256];
 
 /// A sequence of random numbers, determined by a seed.
-pub(crate) struct Dice(u64);
+pub(crate) struct Rng(u64);
 
-impl Dice {
+impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
-        Dice(seed)
+        Rng(seed)
     }
 
     pub(crate) fn below(&mut self, most: usize) -> usize {
@@ -19,7 +19,7 @@ impl Dice {
         (self.0 >> 33) as usize % most.max(1)
     }
 
-    pub(crate) fn of<T: Copy>(&mut self, values: &[T]) -> T {
+    pub(crate) fn choose<T: Copy>(&mut self, values: &[T]) -> T {
         values[self.below(values.len())]
     }
 
@@ -45,11 +45,11 @@ impl Dice {
     ) -> Result<(Placement, Shape), Error> {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         if self.one_in(3) {
-            let room = (longest + self.of(&[0, 0, 3])).max(1);
+            let room = (longest + self.choose(&[0, 0, 3])).max(1);
             return Ok(self.entries(lengths, room, heads, dim));
         }
-        let size = self.of(&PAGE_SIZES);
-        let room = longest.max(1) + self.of(&[0, size]);
+        let size = self.choose(&PAGE_SIZES);
+        let room = longest.max(1) + self.choose(&[0, size]);
         self.paged(lengths, size, room, heads, dim)
     }
 

@@ -2,15 +2,15 @@
 //! the changed bits, or because the inputs never have the bits that would make a difference.
 //!
 //! Two dataflow analyses track the bits of every register at every statement. Backwards
-//! ([`Demand`]): which bits are read later? Not those that are overwritten first, and not the
-//! lowest bits of a thread index that is divided down to a group index. Forwards ([`Flow`]): which
-//! bits can be set? Only the lowest five of a lane index, and none of the index of a pipeline's
-//! first stage.
+//! ([`DemandedBits`]): which bits are read later? Not those that are overwritten first, and not the
+//! lowest bits of a thread index that is divided down to a group index. Forwards
+//! ([`PossibleBits`]): which bits can be set? Only the lowest five of a lane index, and none of the
+//! index of a pipeline's first stage.
 
 use std::collections::HashSet;
 
 use ptx::{
-    Access, BinaryOperation, Block, Instruction, Operand, Program, Register, Special,
+    Access, BinaryOperation, Block, Instruction, Operand, Program, Register, SpecialRegister,
     StatementKind, Type,
 };
 use sim::mutate::{Effect, effect};
@@ -32,7 +32,7 @@ const fn rule(reason: &'static str) -> Equivalent {
 }
 
 /// The results of the analyses of a program.
-pub(super) struct Idle {
+pub(super) struct Dataflow {
     instructions: Vec<Instruction>,
     /// For each instruction, the bits of its result that are read later; all bits if it does more
     /// than write one register.
@@ -42,7 +42,7 @@ pub(super) struct Idle {
     sources: Vec<[u64; 2]>,
 }
 
-impl Idle {
+impl Dataflow {
     pub(super) fn of(program: &Program) -> Self {
         let mut instructions = Vec::new();
         program.visit(&mut |statement| {
@@ -51,14 +51,15 @@ impl Idle {
             }
         });
         let nothing = || Bits(vec![0; program.registers.len()]);
-        let mut flow = Flow { program, sources: vec![[u64::MAX; 2]; instructions.len()] };
-        flow.block(&program.body, 0, &mut nothing(), &mut None);
-        let Flow { sources, .. } = flow;
+        let mut possible =
+            PossibleBits { program, sources: vec![[u64::MAX; 2]; instructions.len()] };
+        possible.block(&program.body, 0, &mut nothing(), &mut None);
+        let PossibleBits { sources, .. } = possible;
         let bases = bases(program, &instructions);
         let read = vec![0; instructions.len()];
-        let mut demand = Demand { program, sources: &sources, bases, read };
+        let mut demand = DemandedBits { program, sources: &sources, bases, read };
         demand.block(&program.body, 0, &mut nothing(), &nothing());
-        Idle { instructions, read: demand.read, sources }
+        Dataflow { instructions, read: demand.read, sources }
     }
 
     /// Returns why a mutant computes the same, if the program shows it.
@@ -87,9 +88,9 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
     let [first, second] = possible;
     match (original, changed) {
         (
-            I::Binary { operation, ty, b: Operand::Immediate(b), .. },
-            I::Binary { operation: other, b: Operand::Immediate(c), .. },
-        ) if operation == other && is_unsigned(*ty) => {
+            I::Binary { operation, ty, a, b: Operand::Immediate(b), .. },
+            I::Binary { operation: other, a: same, b: Operand::Immediate(c), .. },
+        ) if operation == other && a == same && is_unsigned(*ty) => {
             let small = *b.min(c);
             match operation {
                 BinaryOperation::And => first & (b ^ c) & read == 0,
@@ -100,19 +101,12 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
                     let more = first.checked_mul(c.wrapping_sub(*b));
                     first == 0 || b & unread(read) == 0 && more.is_some_and(|it| it <= unread(read))
                 }
+                // The summands differ only below the lowest bit that is read, and nothing carries.
+                BinaryOperation::Add => first & unread(read) == 0 && (b ^ c) & !unread(read) == 0,
                 BinaryOperation::Divide | BinaryOperation::Remainder => first < small,
                 BinaryOperation::Minimum => first <= small,
                 _ => false,
             }
-        }
-        // The sum changes by less than the lowest bit that is read.
-        (
-            I::Binary { operation: BinaryOperation::Add, ty, a, b: Operand::Immediate(b), .. },
-            I::Binary {
-                operation: BinaryOperation::Add, a: same, b: Operand::Immediate(c), ..
-            },
-        ) if is_unsigned(*ty) && a == same && *b != 0 => {
-            first & unread(read) == 0 && b | unread(read) == c | unread(read)
         }
         // Adding and subtracting zero are the same.
         (
@@ -152,7 +146,7 @@ impl Bits {
     }
 }
 
-struct Demand<'a> {
+struct DemandedBits<'a> {
     program: &'a Program,
     /// For each instruction, the bits of its sources that can be set.
     sources: &'a [[u64; 2]],
@@ -161,7 +155,7 @@ struct Demand<'a> {
     read: Vec<u64>,
 }
 
-impl Demand<'_> {
+impl DemandedBits<'_> {
     /// Computes what is read before a block from what is read after it. `first` is the index of its
     /// first instruction; `exit` is what is read after the innermost loop.
     fn block(&mut self, block: &Block, first: usize, bits: &mut Bits, exit: &Bits) {
@@ -327,12 +321,12 @@ fn is_unsigned(ty: Type) -> bool {
     matches!(ty, Type::U32 | Type::U64)
 }
 
-struct Flow<'a> {
+struct PossibleBits<'a> {
     program: &'a Program,
     sources: Vec<[u64; 2]>,
 }
 
-impl Flow<'_> {
+impl PossibleBits<'_> {
     /// Computes the possible bits after a block from those before it. `first` is the index of its
     /// first instruction; `exits` collects what leaves the innermost loop.
     fn block(&mut self, block: &Block, first: usize, bits: &mut Bits, exits: &mut Option<Bits>) {
@@ -422,8 +416,8 @@ fn result_bits(program: &Program, instruction: &Instruction, possible: &[u64]) -
         I::Shuffle { dst, valid: None, src, .. } if dst != src => possible[src.0 as usize],
         // Shared memory is aligned to 16 bytes.
         I::SharedBase { offset, .. } => !15 | u64::from(*offset) & 15,
-        I::ReadSpecial { special: Special::Lane, .. } => 31,
-        I::ReadSpecial { special: Special::Thread(_), .. } => {
+        I::ReadSpecial { special: SpecialRegister::Lane, .. } => 31,
+        I::ReadSpecial { special: SpecialRegister::Thread(_), .. } => {
             up_to(u64::from(program.threads.saturating_sub(1)))
         }
         I::Binary { operation, ty, a, b, .. } if is_unsigned(*ty) => match (operation, b) {
@@ -494,10 +488,10 @@ mod tests {
     #[test]
     fn what_cannot_show_is_found_and_nothing_else() {
         let program = program();
-        let idle = Idle::of(&program);
+        let dataflow = Dataflow::of(&program);
         let of = |reason: &Equivalent| -> Vec<String> {
             let all = every(&program);
-            let found = all.iter().filter(|it| idle.reason(it).is_some_and(|it| it == reason));
+            let found = all.iter().filter(|it| dataflow.reason(it).is_some_and(|it| it == reason));
             found.map(|it| format!("{}: {}", it.operator, it.detail)).collect()
         };
         assert_eq!(
@@ -514,5 +508,25 @@ mod tests {
         assert!(same.contains(&"mask: Binary 0x3f to 0x1f".to_owned()), "{same:?}");
         assert!(!same.contains(&"mask: Binary 0x3f to 0x3e".to_owned()), "{same:?}");
         assert!(!same.iter().any(|it| it.contains("Move 0x9")), "{same:?}");
+    }
+
+    /// Constants are compared where the other operand is the same one only.
+    #[test]
+    fn both_operands_are_compared() {
+        let of = |operation: BinaryOperation, a: u64, b: u64| {
+            let [a, b] = [a, b].map(Operand::Immediate);
+            Instruction::Binary { operation, ty: Type::U32, dst: Register(0), a, b }
+        };
+        let same = |operation, [a, b]: [u64; 2], [c, d]: [u64; 2], read| {
+            same(&of(operation, a, b), &of(operation, c, d), [a, b], read)
+        };
+        use BinaryOperation::{Add, And, Multiply};
+        for operation in [Add, And, Multiply] {
+            assert!(!same(operation, [6, 3], [7, 3], u64::MAX), "{operation:?}");
+        }
+        assert!(same(And, [6, 3], [6, 2], u64::MAX) && !same(And, [6, 3], [6, 1], u64::MAX));
+        // Only bits from the third on are read: 8 + 5 and 8 + 7 have the same, 6 + 5 and 6 + 7 not.
+        assert!(same(Add, [8, 5], [8, 7], !3) && !same(Add, [6, 5], [6, 7], !3));
+        assert!(!same(Add, [8, 5], [8, 9], !3) && !same(Add, [8, 5], [8, 7], !1));
     }
 }

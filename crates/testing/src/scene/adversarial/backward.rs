@@ -3,7 +3,7 @@
 use flashcore::Mask;
 use kernels::{Batch, Configuration, MaskKind};
 
-use super::{Call, Place, Ragged, Weights};
+use super::{Call, KeyMagnitudes, PlacementKind, Ragged};
 
 /// Returns calls of a backward kernel with tiles of `[queries, keys]`: walks of a single step,
 /// walks around the pipeline's stages more than once, keys that no query sees.
@@ -41,8 +41,8 @@ pub(super) fn calls(
     };
     if together {
         // More heads than are taken together, with some left over.
-        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(4));
-        all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
+        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).with_multiprocessors(4));
+        all.push(call([rows + 3, 2 * keys + 1], [3, 3]).with_multiprocessors(1));
         all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
     }
     if let Configuration::Backward(it) = kernel {
@@ -51,17 +51,29 @@ pub(super) fn calls(
             // an even and an odd number of them.
             let window = Mask::window(Some(5), Some(2));
             for (blocks, heads) in [(2, [2, 2]), (3, [3, 3]), (4, [2, 1])] {
-                let few = call([rows / 2, blocks * keys], heads).on(1);
+                let few = call([rows / 2, blocks * keys], heads).with_multiprocessors(1);
                 all.push(few.with(|it| it.with_scale(scale).with_mask(window)));
             }
         }
         if it.split {
             // A tile in many parts; in parts of unequal numbers of steps, some without any, after
             // whole tiles; parts that end within a head.
-            all.push(call([12 * rows - 5, keys], [1, 1]).on(5).with(|it| it.with_scale(scale)));
-            all.push(call([rows, 5 * keys], [1, 1]).on(3).with(|it| it.with_scale(scale)));
-            all.push(call([3 * rows + 5, 2 * keys], [5, 1]).on(7).with(|it| it.with_scale(scale)));
-            all.push(Call::new(kernel, 3, [7 * rows, keys - 3], [2, 1]).on(2));
+            all.push(
+                call([12 * rows - 5, keys], [1, 1])
+                    .with_multiprocessors(5)
+                    .with(|it| it.with_scale(scale)),
+            );
+            all.push(
+                call([rows, 5 * keys], [1, 1])
+                    .with_multiprocessors(3)
+                    .with(|it| it.with_scale(scale)),
+            );
+            all.push(
+                call([3 * rows + 5, 2 * keys], [5, 1])
+                    .with_multiprocessors(7)
+                    .with(|it| it.with_scale(scale)),
+            );
+            all.push(Call::new(kernel, 3, [7 * rows, keys - 3], [2, 1]).with_multiprocessors(2));
         }
     }
     let listed = match kernel {
@@ -83,16 +95,16 @@ pub(super) fn calls(
         // So many blocks that looking up half or twice a query's block gives another list; keys at
         // the edges of wide windows weigh most.
         let edges = call([6 * rows - 3, 6 * rows - 3], [2, 1]).with(|it| it.with_scale(scale));
-        all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
+        all.push(Call { key_magnitudes: KeyMagnitudes::AtDistance(rows + 2), ..edges });
         // Scores far below zero, next to which a key beyond the last one, whose score is 0, would
         // weigh more than a float holds: in walks of one step and of several, in either warpgroup,
         // in either row of a thread.
         let long = [[3 * rows + 9, 3 * keys - 9], [2 * rows + 5, keys + 70]];
         let short = [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]];
         for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
-            let few = Call::new(kernel, batch, lengths, [2, 1]).on(4);
+            let few = Call::new(kernel, batch, lengths, [2, 1]).with_multiprocessors(4);
             let few = few.with(|it| it.with_scale(4.0 * scale));
-            all.push(Call { weights: Weights::Heavy, ..few });
+            all.push(Call { key_magnitudes: KeyMagnitudes::Large, ..few });
         }
     }
     match mask {
@@ -124,7 +136,8 @@ fn ragged(kernel: Configuration, rows: usize, block: usize) -> Vec<Call> {
         let ragged = Ragged::new(queries, keys).over(key_place);
         Call::ragged(kernel, Ragged { query_place, ..ragged }, heads)
     };
-    let (packed, apart, padded) = (Place::Packed, Place::Apart, Place::Padded);
+    let (packed, apart, padded) =
+        (PlacementKind::Packed, PlacementKind::PackedWithGaps, PlacementKind::Padded);
     let hostile =
         call(vec![rows, 0, 1, rows - 1], vec![block, 0, 2 * block, 1], packed, apart, [2, 1]);
     vec![

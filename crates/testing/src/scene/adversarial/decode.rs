@@ -5,7 +5,7 @@ use flashcore::Mask;
 use kernels::decode::Splits;
 use kernels::{Configuration, Decode};
 
-use super::{Call, Place, Ragged, Weights};
+use super::{Call, KeyMagnitudes, PlacementKind, Ragged};
 
 pub(super) fn calls(it: &Decode) -> Vec<Call> {
     let calls = Calls::of(it);
@@ -24,7 +24,7 @@ pub(super) fn calls(it: &Decode) -> Vec<Call> {
 struct Calls {
     kernel: Configuration,
     /// The storage of keys.
-    place: Place,
+    place: PlacementKind,
     /// Keys of a tile.
     tile: usize,
     /// Keys of a round, one tile for each warp.
@@ -41,7 +41,7 @@ impl Calls {
         let round = tile * it.warps as usize;
         Calls {
             kernel: Configuration::Decode(*it),
-            place: if it.paged { Place::Paged(tile - 3) } else { Place::Entries },
+            place: if it.paged { PlacementKind::Paged(tile - 3) } else { PlacementKind::Entries },
             tile,
             round,
             stages: it.stages as usize * round,
@@ -53,21 +53,21 @@ impl Calls {
         Call::ragged(self.kernel, Ragged::new(queries, keys).over(self.place), heads)
     }
 
-    fn listed(&self, query_place: Place, key_place: Place) -> Call {
+    fn listed(&self, query_place: PlacementKind, key_place: PlacementKind) -> Call {
         let &Calls { kernel, tile, round, .. } = self;
         let ragged = Ragged::new(vec![2, 0, 1, 3], vec![round + 3, 0, tile, 2 * round]);
         let padding = vec![0, 0, 3, 0];
         let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
-        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(2) }
     }
 
     /// Returns a call whose first sequence is empty, so that lists hold a 0, or a negative number,
     /// at the start of the second.
-    fn late(&self, query_place: Place, key_place: Place) -> Call {
+    fn late(&self, query_place: PlacementKind, key_place: PlacementKind) -> Call {
         let &Calls { kernel, tile, round, .. } = self;
         let ragged = Ragged::new(vec![0, 2, 1], vec![0, round + 3, tile]);
         let ragged = Ragged { query_place, padding: vec![0, 2, 0], ..ragged.over(key_place) };
-        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(2) }
     }
 
     /// Returns calls with more teams than sequences and with fewer.
@@ -81,40 +81,44 @@ impl Calls {
         let mut many: Vec<usize> = (0..37).map(|index| index * 7 % 23).collect();
         many[35] = 3 * round + 3;
         vec![
-            self.listed(Place::Packed, place),
-            self.late(Place::Packed, place),
+            self.listed(PlacementKind::Packed, place),
+            self.late(PlacementKind::Packed, place),
             // More thread blocks than there is work for, and fewer.
-            call(vec![1, 1], vec![3, tile], [1, 1]).on(9),
-            call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1]).on(1),
+            call(vec![1, 1], vec![3, tile], [1, 1]).with_multiprocessors(9),
+            call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1])
+                .with_multiprocessors(1),
             // A window, several queries, more rows than a thread block has.
             call(vec![3, 1, 2], vec![3 * round + 5, 2, round], [group, 2])
-                .on(5)
+                .with_multiprocessors(5)
                 .with(|it| it.with_mask(Mask::window(Some(2 * round + 3), Some(1)))),
-            Call::ragged(kernel, behind, [3, 1]).on(3),
+            Call::ragged(kernel, behind, [3, 1]).with_multiprocessors(3),
             // Sequences in parts of many teams.
-            call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
-            call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
+            call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).with_multiprocessors(9),
+            call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).with_multiprocessors(19),
             // More parts than a warp has lanes; rows with different slopes, so that each part has
             // weight in one of them.
-            call(vec![1], vec![35 * round + 5], [group, 1]).on(40),
-            call(vec![1], vec![17 * round + 5], [group, 1]).on(40),
+            call(vec![1], vec![35 * round + 5], [group, 1]).with_multiprocessors(40),
+            call(vec![1], vec![17 * round + 5], [group, 1]).with_multiprocessors(40),
             // Parts of the fewest tiles that are worth a part, which the longest sequence decides.
-            call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
+            call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).with_multiprocessors(9),
             // A few keys, all of whose scores are far below zero for some rows.
-            Call { weights: Weights::Heavy, ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2]) },
+            Call {
+                key_magnitudes: KeyMagnitudes::Large,
+                ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2])
+            },
             // More sequences than a warp has lanes.
-            call(vec![1; 37], many, [2, 1]).on(4),
+            call(vec![1; 37], many, [2, 1]).with_multiprocessors(4),
             Call {
-                weights: Weights::Valley,
-                ..call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1]).on(3)
+                key_magnitudes: KeyMagnitudes::Valley,
+                ..call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1]).with_multiprocessors(3)
             },
             Call {
-                weights: Weights::Spikes,
-                ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).on(3)
+                key_magnitudes: KeyMagnitudes::Spikes,
+                ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).with_multiprocessors(3)
             },
             Call {
-                weights: Weights::Peaks,
-                ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).on(3)
+                key_magnitudes: KeyMagnitudes::Peaks,
+                ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).with_multiprocessors(3)
             },
         ]
     }
@@ -125,26 +129,32 @@ impl Calls {
         let call = |queries, keys, heads| self.call(queries, keys, heads);
         let mut all = Vec::new();
         // Rows in every part of a tile, and maxima that differ between tiles, warps and teams.
-        for (weights, keys, teams) in [
-            (Weights::Valley, 7 * round, 1),
-            (Weights::Spikes, 3 * round, 2),
-            (Weights::Peaks, 7 * round, 3),
-            (Weights::Peaks, 17 * round, 40),
-            (Weights::Turns(1), 2 * round, 1),
-            (Weights::Turns(2), 2 * round, 1),
-            (Weights::Turns(4), 2 * round, 1),
-            (Weights::Turns(8), 2 * round, 1),
-            (Weights::Turns(tile), 3 * round, 1),
-            (Weights::Turns(round), 5 * round, 1),
-            (Weights::Turns(round), 17 * round, 40),
+        for (key_magnitudes, keys, teams) in [
+            (KeyMagnitudes::Valley, 7 * round, 1),
+            (KeyMagnitudes::Spikes, 3 * round, 2),
+            (KeyMagnitudes::Peaks, 7 * round, 3),
+            (KeyMagnitudes::Peaks, 17 * round, 40),
+            (KeyMagnitudes::Alternating(1), 2 * round, 1),
+            (KeyMagnitudes::Alternating(2), 2 * round, 1),
+            (KeyMagnitudes::Alternating(4), 2 * round, 1),
+            (KeyMagnitudes::Alternating(8), 2 * round, 1),
+            (KeyMagnitudes::Alternating(tile), 3 * round, 1),
+            (KeyMagnitudes::Alternating(round), 5 * round, 1),
+            (KeyMagnitudes::Alternating(round), 17 * round, 40),
         ] {
-            let call = call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).on(teams);
-            all.push(Call { weights, ..call });
+            let call =
+                call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).with_multiprocessors(teams);
+            all.push(Call { key_magnitudes, ..call });
         }
         // Any of the parts may have the key that dominates a row.
-        for weights in [Weights::Heavy, Weights::Turns(2 * round), Weights::Turns(4 * round)] {
-            let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1]).on(40);
-            all.push(Call { weights, ..call });
+        for key_magnitudes in [
+            KeyMagnitudes::Large,
+            KeyMagnitudes::Alternating(2 * round),
+            KeyMagnitudes::Alternating(4 * round),
+        ] {
+            let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1])
+                .with_multiprocessors(40);
+            all.push(Call { key_magnitudes, ..call });
         }
         all
     }
@@ -159,21 +169,25 @@ impl Calls {
         let window = Mask::window(Some(round + 3), Some(0));
         all.push(
             call(vec![4, 4, 4], vec![2 * round + 4, 2 * round + 12, 2 * round + 3], [group / 4, 1])
-                .on(3)
+                .with_multiprocessors(3)
                 .with(|it| it.with_mask(window)),
         );
         all.push(
             call(vec![1, 1, 2], vec![3 * round, 5 * round + 3, 4 * round + 7], [2, 1])
-                .on(1)
+                .with_multiprocessors(1)
                 .with(|it| it.with_mask(window)),
         );
         // Negative paddings, where one key more would be one tile more.
         let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
         let ragged = Ragged { padding: vec![0, 0, 3], ..ragged };
-        all.push(Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(3) });
+        all.push(Call {
+            hostile: true,
+            ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(3)
+        });
         // Keys before a window, in each of the rounds that clear them.
         for left in [2, 5, 6, 11, 14] {
-            let behind = call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).on(3);
+            let behind =
+                call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).with_multiprocessors(3);
             let window = Mask::window(Some(round + left), Some(0));
             all.push(Call { unseen: true, ..behind.with(|it| it.with_mask(window)) });
         }
@@ -183,9 +197,15 @@ impl Calls {
     /// Returns calls with gaps between the queries of sequences.
     fn between(&self) -> Vec<Call> {
         let &Calls { place, .. } = self;
-        let mut all = vec![self.listed(Place::Apart, place), self.late(Place::Apart, place)];
+        let mut all = vec![
+            self.listed(PlacementKind::PackedWithGaps, place),
+            self.late(PlacementKind::PackedWithGaps, place),
+        ];
         // A narrow window, so that the number of queries determines which tiles there are.
-        for call in [self.listed(Place::Apart, place), self.listed(Place::Packed, place)] {
+        for call in [
+            self.listed(PlacementKind::PackedWithGaps, place),
+            self.listed(PlacementKind::Packed, place),
+        ] {
             all.push(call.with(|it| it.with_mask(Mask::window(Some(1), Some(0)))));
         }
         all
@@ -198,9 +218,9 @@ impl Calls {
         // Every page is the first or the last one of the cache, and the block table holds numbers
         // out of bounds instead, which are clamped to these.
         let shared = Ragged::new(vec![1, 2, 1], vec![stages + round, 2 * stages + 5, 3 * round]);
-        for processors in [1, 5] {
-            let shared = shared.over(Place::Shared(tile - 3));
-            let call = Call::ragged(kernel, shared, [2, 1]).on(processors);
+        for multiprocessors in [1, 5] {
+            let shared = shared.over(PlacementKind::SharedPages(tile - 3));
+            let call = Call::ragged(kernel, shared, [2, 1]).with_multiprocessors(multiprocessors);
             all.push(Call { hostile: true, ..call });
         }
         all
@@ -212,29 +232,30 @@ impl Calls {
         let call = |queries, keys, heads| self.call(queries, keys, heads);
         // Packed keys.
         let mut all = vec![
-            self.listed(Place::Padded, Place::Packed),
-            self.late(Place::Packed, Place::Packed),
+            self.listed(PlacementKind::Padded, PlacementKind::Packed),
+            self.late(PlacementKind::Packed, PlacementKind::Packed),
         ];
         // A first sequence with a query but without keys.
-        let none = Ragged::new(vec![1, 2, 1], vec![0, round + 3, tile]).over(Place::Packed);
+        let none = Ragged::new(vec![1, 2, 1], vec![0, round + 3, tile]).over(PlacementKind::Packed);
         all.push(Call { hostile: true, ..Call::ragged(kernel, none, [2, 1]) });
         // There is no memory after the last key of the last sequence.
         all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
         // A last sequence without keys, and last sequences that are not their team's first.
-        let none = Ragged::new(vec![1, 1], vec![3, 0]).over(Place::Padded);
+        let none = Ragged::new(vec![1, 1], vec![3, 0]).over(PlacementKind::Padded);
         all.push(Call { hostile: true, ..Call::ragged(kernel, none, [1, 1]) });
         for (end, keys) in [(0, 3), (0, 6), (0, 9), (0, 14), (round, 6), (round, 14)] {
-            let next = Ragged::new(vec![1, 2], vec![3 * round, end + keys]).over(Place::Packed);
-            all.push(Call::ragged(kernel, next, [1, 1]).on(1));
+            let next =
+                Ragged::new(vec![1, 2], vec![3 * round, end + keys]).over(PlacementKind::Packed);
+            all.push(Call::ragged(kernel, next, [1, 1]).with_multiprocessors(1));
         }
         for end in [0, tile, round, 2 * round, 3 * round + tile, 4 * round] {
             for keys in [3, 6, 9, 14] {
-                let last = Ragged::new(vec![1, 2], vec![3, end + keys]).over(Place::Padded);
+                let last = Ragged::new(vec![1, 2], vec![3, end + keys]).over(PlacementKind::Padded);
                 all.push(Call::ragged(kernel, last, [1, 1]));
             }
         }
         // Equal lengths, without a list of them.
-        all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
+        all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).with_multiprocessors(3));
         all
     }
 }
@@ -244,7 +265,7 @@ const GROUP: usize = 16;
 
 /// Returns calls of kernels with splits of a fixed size: groups of splits and sequences that belong
 /// to one team or to several, as the team's first or a later one.
-fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
+fn fixed_splits(it: &Decode, place: PlacementKind) -> Vec<Call> {
     let kernel = Configuration::Decode(*it);
     let split = (it.unit_tiles() * it.tile_keys) as usize;
     let group = GROUP * split;
@@ -260,57 +281,70 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
     for (few, many) in [(2, 11), (12, GROUP)] {
         let keys: Vec<usize> = (few..=many).map(|splits| splits * split - splits % 7 * 4).collect();
         let teams = (few..=many).sum::<usize>() as u32;
-        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(teams));
+        all.push(
+            call(vec![1; keys.len()], keys, [it.rows as usize, 1]).with_multiprocessors(teams),
+        );
     }
     if it.running_parts() == 0 {
         // Sequences of every number of groups, each in several teams: where parts are summed in
         // registers, each number is folded by statements of its own.
         let keys = (2..=GROUP).map(|groups| groups * group - groups % 5 * split);
         let keys: Vec<usize> = keys.collect();
-        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
+        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).with_multiprocessors(61));
     }
     // Sequences of several groups, in one team, and in teams that have whole groups and parts of
     // groups.
     for teams in [1, 2, 3, 5] {
         let heads = it.rows as usize;
-        all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [heads, 1]).on(teams));
+        all.push(
+            call(vec![1, 2, 1], vec![split, long, group + 1], [heads, 1])
+                .with_multiprocessors(teams),
+        );
     }
     // Thread blocks of a team with different heads, with different queries, and with none.
     let several = |left| {
         let keys = vec![group + 2, long, 2 * split + 5];
         window(call(vec![5, 1, 2], keys, [8, 2]), left)
     };
-    all.push(several(long).on(6));
-    all.push(several(long).on(30));
-    all.push(several(3 * split + 1).on(30));
+    all.push(several(long).with_multiprocessors(6));
+    all.push(several(long).with_multiprocessors(30));
+    all.push(several(3 * split + 1).with_multiprocessors(30));
     // Windows that begin within a split of a later group.
     for teams in [1, 3, 21] {
-        all.push(window(call(vec![2, 1], vec![long, group], [2, 1]).on(teams), 20 * split + 5));
+        all.push(window(
+            call(vec![2, 1], vec![long, group], [2, 1]).with_multiprocessors(teams),
+            20 * split + 5,
+        ));
     }
     // Parts whose maxima are far apart, whichever team folds them.
-    for (weights, teams) in [
-        (Weights::Spikes, 1),
-        (Weights::Spikes, 2),
-        (Weights::Spikes, 40),
-        (Weights::Peaks, 1),
-        (Weights::Peaks, 2),
-        (Weights::Valley, 3),
-        (Weights::Turns(split), 1),
-        (Weights::Turns(split), 40),
-        (Weights::Turns(group), 1),
-        (Weights::Turns(group), 2),
-        (Weights::First(split), 1),
-        (Weights::First(split), 40),
-        (Weights::First(group), 1),
-        (Weights::First(group), 2),
+    for (key_magnitudes, teams) in [
+        (KeyMagnitudes::Spikes, 1),
+        (KeyMagnitudes::Spikes, 2),
+        (KeyMagnitudes::Spikes, 40),
+        (KeyMagnitudes::Peaks, 1),
+        (KeyMagnitudes::Peaks, 2),
+        (KeyMagnitudes::Valley, 3),
+        (KeyMagnitudes::Alternating(split), 1),
+        (KeyMagnitudes::Alternating(split), 40),
+        (KeyMagnitudes::Alternating(group), 1),
+        (KeyMagnitudes::Alternating(group), 2),
+        (KeyMagnitudes::LargeFirst(split), 1),
+        (KeyMagnitudes::LargeFirst(split), 40),
+        (KeyMagnitudes::LargeFirst(group), 1),
+        (KeyMagnitudes::LargeFirst(group), 2),
     ] {
         let heads = it.rows as usize;
-        all.push(Call { weights, ..call(vec![1, 1], vec![long, split], [heads, 1]).on(teams) });
+        all.push(Call {
+            key_magnitudes,
+            ..call(vec![1, 1], vec![long, split], [heads, 1]).with_multiprocessors(teams)
+        });
     }
     // More groups than are loaded at a time.
-    for (weights, heads) in [(Weights::Even, 1), (Weights::First(group), it.rows as usize)] {
-        let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).on(20);
-        all.push(Call { weights, ..many });
+    for (key_magnitudes, heads) in
+        [(KeyMagnitudes::Uniform, 1), (KeyMagnitudes::LargeFirst(group), it.rows as usize)]
+    {
+        let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).with_multiprocessors(20);
+        all.push(Call { key_magnitudes, ..many });
     }
     all
 }

@@ -3,7 +3,7 @@
 
 use kernels::{Append, Widen};
 
-use super::{AppendSize, Call, Place, Ragged, Scene, SceneError};
+use super::{AppendSize, Call, PlacementKind, Ragged, Scene, SceneError};
 
 pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
     let unordered = AppendSize { in_order: false, ..AppendSize::small() };
@@ -56,7 +56,7 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
 /// exactly with it.
 pub(super) fn widen(it: &Widen) -> Result<Vec<Scene>, SceneError> {
     let call = Call::widened(it)?;
-    let place = if it.paged { Place::Paged(16) } else { Place::Entries };
+    let place = if it.paged { PlacementKind::Paged(16) } else { PlacementKind::Entries };
     let ragged = Ragged::new(vec![1, 2, 1], vec![128, 65, 16]).over(place);
     let padded = Ragged { padding: vec![0, 3, 5], ..ragged.clone() };
     let apart = Call::ragged(call.kernel, ragged, [2, 2]).over_cache(it.cache);

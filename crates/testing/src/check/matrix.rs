@@ -16,7 +16,7 @@ use flashcore::random::uniform;
 
 /// The outcome of one configuration of a matrix kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Rung {
+pub struct MatrixOutcome {
     /// The family of the kernel.
     pub family: &'static str,
     /// The name of the configuration.
@@ -39,14 +39,14 @@ pub fn run(
     gpu: &Gpu,
     configurations: &[Configuration],
     progress: &dyn Progress,
-) -> Result<Vec<Rung>, GpuError> {
+) -> Result<Vec<MatrixOutcome>, GpuError> {
     // Compiling takes the cores of the host.
     configurations
         .par_iter()
         .try_for_each(|configuration| gpu.compiled(configuration).map(|_| ()))?;
-    let mut rungs = Vec::new();
+    let mut outcomes = Vec::new();
     for configuration in configurations {
-        rungs.push(match *configuration {
+        outcomes.push(match *configuration {
             Configuration::Single(single) => check_single(gpu, single)?,
             Configuration::Product(product) => check_product(gpu, product)?,
             Configuration::Ceiling(ceiling) => check_ceiling(gpu, ceiling)?,
@@ -54,7 +54,7 @@ pub fn run(
         });
         progress.advance(1);
     }
-    Ok(rungs)
+    Ok(outcomes)
 }
 
 /// Returns the matrix kernels that the GPU can run.
@@ -87,7 +87,7 @@ pub fn measure_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<f64, GpuErro
     Ok(best)
 }
 
-fn check_single(gpu: &Gpu, configuration: Single) -> Result<Rung, GpuError> {
+fn check_single(gpu: &Gpu, configuration: Single) -> Result<MatrixOutcome, GpuError> {
     let a = Operand::random(configuration.element, 64, 16, 1);
     let b = Operand::random(configuration.element, 64, 16, 2);
     let kernel = gpu.compiled(&Configuration::Single(configuration))?;
@@ -102,7 +102,7 @@ fn check_single(gpu: &Gpu, configuration: Single) -> Result<Rung, GpuError> {
     Ok(judge("single", configuration.name(), &values, intact, (64, 16), expected))
 }
 
-fn check_product(gpu: &Gpu, configuration: Product) -> Result<Rung, GpuError> {
+fn check_product(gpu: &Gpu, configuration: Product) -> Result<MatrixOutcome, GpuError> {
     // Neither extent is a whole number of tiles; elements beyond the ends are read as zeros.
     let (rows, inner) = (200u32, 328u32);
     let columns = configuration.columns;
@@ -145,7 +145,7 @@ fn check_product(gpu: &Gpu, configuration: Product) -> Result<Rung, GpuError> {
     Ok(judge("product", configuration.name(), &values, intact, extent, expected))
 }
 
-fn check_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<Rung, GpuError> {
+fn check_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<MatrixOutcome, GpuError> {
     let (blocks, rounds) = (2, 3);
     let inner = ceiling::INNER;
     let a = Operand::random(configuration.element, configuration.rows(), inner, 1);
@@ -273,7 +273,7 @@ fn judge(
     intact: bool,
     (width, inner): (usize, usize),
     expected: impl Fn(usize, usize) -> (f64, f64),
-) -> Rung {
+) -> MatrixOutcome {
     let units = inner.div_ceil(16) as f64 + 3.0;
     let (mut max_error, mut sum, mut used) = (0f64, 0f64, 0f64);
     let mut unwritten = 0usize;
@@ -297,5 +297,5 @@ fn judge(
     };
     let passed = complaint.is_none() && used <= 1.0;
     let mean_error = sum / values.len() as f64;
-    Rung { family, name, passed, max_error, mean_error, tolerance_used: used, complaint }
+    MatrixOutcome { family, name, passed, max_error, mean_error, tolerance_used: used, complaint }
 }

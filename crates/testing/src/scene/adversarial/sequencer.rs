@@ -3,7 +3,7 @@
 use kernels::sequencer::Tiles;
 use kernels::{MaskKind, Sequencer};
 
-use super::{Place, Ragged, Scene, SceneError};
+use super::{PlacementKind, Ragged, Scene, SceneError};
 
 /// Returns scenes in which no two tiles of a sequencer cost the same, since only then their order
 /// is defined. Costs beyond 1024 are counted in steps.
@@ -22,10 +22,12 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         padding: vec![0, 2, 0, 1],
         ..Ragged::new(queries, keys).over(place)
     };
-    let apart = [Place::Apart, Place::Packed, Place::Padded].into_iter().flat_map(|place| {
-        let first = lists(place, vec![0, 5, 0, 70], vec![0, 9, 0, 200]);
-        [first, lists(place, vec![3, 0, 66, 9], vec![140, 0, 70, 7])]
-    });
+    let apart = [PlacementKind::PackedWithGaps, PlacementKind::Packed, PlacementKind::Padded]
+        .into_iter()
+        .flat_map(|place| {
+            let first = lists(place, vec![0, 5, 0, 70], vec![0, 9, 0, 200]);
+            [first, lists(place, vec![3, 0, 66, 9], vec![140, 0, 70, 7])]
+        });
     // The largest cost, and one cost for each of the lanes and warps that contribute to the sums.
     let far = [1023usize, 991, 959, 895, 767, 511, 1022, 1021, 1019, 1015, 1007];
     if it.tiles == Tiles::Keys {
@@ -45,7 +47,7 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         all.extend(one_in.map(|(keys, queries)| of(queries, keys)));
         all.extend(apart);
         all.push(of(far.into(), vec![130, 1, 300, 9, 200, 7, 130, 3, 129, 5, 2]));
-        all.push(of(vec![3, 0, 66], vec![140, 0, 70]).over(Place::Entries));
+        all.push(of(vec![3, 0, 66], vec![140, 0, 70]).over(PlacementKind::Entries));
         return all.iter().map(|ragged| Scene::sequencer(*it, ragged, 128)).collect();
     }
     let long = of(vec![1, 9, 64, 3, 40, 2, 17], vec![1500, 3100, 1100, 2700, 2000, 600, 2400]);
@@ -62,11 +64,11 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let mixed = Ragged {
         queries: (0..45).map(|index| index % 4).collect(),
         keys: (0..45).map(|index| index * 7 % 47 + 1).collect(),
-        query_place: Place::Padded,
+        query_place: PlacementKind::Padded,
         padding: (0..45).map(|index| index % 3).collect(),
         ..batch.clone()
     };
-    let entries = batch.over(Place::Entries);
+    let entries = batch.over(PlacementKind::Entries);
     let spread = of(vec![1; 60], (0..60).map(|index| index * 7 % 60 * 17 + 4).collect());
     let near = of(vec![1; 2], vec![600, 601]);
     let mut all = vec![

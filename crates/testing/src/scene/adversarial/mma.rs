@@ -3,15 +3,15 @@
 use flashcore::Mask;
 use kernels::{Batch, Configuration, MaskKind, Mma};
 
-use super::{Call, Place, Ragged, Weights, ends};
+use super::{Call, KeyMagnitudes, PlacementKind, Ragged, second_block_ends};
 
 pub(super) fn calls(it: &Mma) -> Vec<Call> {
     let kernel = Configuration::Mma(*it);
     let (rows, block) = (it.query_rows() as usize, it.key_block as usize);
     if it.batch != Batch::Equal {
         let place = match it.batch {
-            Batch::Paged => Place::Paged(block / 2 - 1),
-            _ => Place::Apart,
+            Batch::Paged => PlacementKind::Paged(block / 2 - 1),
+            _ => PlacementKind::PackedWithGaps,
         };
         let call = |queries: Vec<usize>, keys: Vec<usize>| {
             Call::ragged(kernel, Ragged::new(queries, keys).over(place), [4, 2])
@@ -20,14 +20,20 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
             call(vec![rows, 1, 5, 0], vec![block, 3 * block, 1, 7]),
             Call { hostile: true, ..call(vec![rows, 0, 3], vec![block, 0, 2 * block]) },
             Call { hostile: true, ..call(vec![0, 2, 0], vec![0, block + 1, 3]) },
-            Call { weights: Weights::Spikes, ..call(vec![rows, 3], vec![3 * block, 2 * block]) },
+            Call {
+                key_magnitudes: KeyMagnitudes::Spikes,
+                ..call(vec![rows, 3], vec![3 * block, 2 * block])
+            },
             call(vec![2 * rows + 3], vec![6 * block + 5]),
             call(vec![2 * rows, 3 * rows], vec![2 * rows, 2 * rows + 1]),
             call(vec![2 * rows, 1], vec![4 * rows, rows])
                 .with(|it| it.with_mask(Mask::window(Some(block), Some(1)))),
-            Call { weights: Weights::Peaks, ..call(vec![rows, 3], vec![7 * block, 2 * block]) },
             Call {
-                weights: Weights::Valley,
+                key_magnitudes: KeyMagnitudes::Peaks,
+                ..call(vec![rows, 3], vec![7 * block, 2 * block])
+            },
+            Call {
+                key_magnitudes: KeyMagnitudes::Valley,
                 ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
             },
         ];
@@ -50,9 +56,18 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
     ];
     // Accumulation in f16 is not accurate enough for such scores.
     if it.accumulate == ptx::Element::F32 {
-        all.push(Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [1, 1]) });
-        all.push(Call { weights: Weights::Valley, ..call([rows - 1, 5 * block], [1, 1]) });
-        all.push(Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [1, 1]) });
+        all.push(Call {
+            key_magnitudes: KeyMagnitudes::Spikes,
+            ..call([rows - 1, 3 * block], [1, 1])
+        });
+        all.push(Call {
+            key_magnitudes: KeyMagnitudes::Valley,
+            ..call([rows - 1, 5 * block], [1, 1])
+        });
+        all.push(Call {
+            key_magnitudes: KeyMagnitudes::Peaks,
+            ..call([rows - 1, 7 * block], [1, 1])
+        });
     }
     if it.takes_block_lists() {
         // Lists of no, one and more key blocks, for several heads and sequences.
@@ -61,15 +76,16 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         // Keys at the edges of wide windows weigh most, in so many blocks that what was found for
         // one query block differs from what was found for others.
         let edges = call([12 * rows - 3, 12 * rows - 3], [2, 1]);
-        all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
+        all.push(Call { key_magnitudes: KeyMagnitudes::AtDistance(rows + 2), ..edges });
     }
     if it.rules.mask != MaskKind::Dense {
         all.push(call([rows + 20, block / 2], [2, 1]));
         all.push(call([2 * rows + 20, block + 3], [2, 1]));
-        for weights in [Weights::Even, Weights::Valley, Weights::Peaks] {
+        for key_magnitudes in [KeyMagnitudes::Uniform, KeyMagnitudes::Valley, KeyMagnitudes::Peaks]
+        {
             all.extend([0, 1, block - 2].map(|further| {
                 let call = call([3 * rows, 3 * rows + further], [1, 1]);
-                Call { weights, ..call }
+                Call { key_magnitudes, ..call }
             }));
         }
     } else {
@@ -78,9 +94,9 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         // queries as keys.
         let (listed, few) = (it.takes_block_lists(), rows / 2);
         let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [1, 1]) };
-        all.extend(ends(block).map(|keys| {
+        all.extend(second_block_ends(block).map(|keys| {
             let (lengths, heads) = shape(keys);
-            Call { weights: Weights::Valley, ..call(lengths, heads) }
+            Call { key_magnitudes: KeyMagnitudes::Valley, ..call(lengths, heads) }
         }));
     }
     all

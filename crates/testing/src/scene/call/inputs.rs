@@ -8,7 +8,7 @@ use flashcore::{
     random_descales,
 };
 
-use super::{Call, Weights, refused};
+use super::{Call, KeyMagnitudes, refused};
 use crate::scene::SceneError;
 use crate::scene::backward::Backward;
 
@@ -20,7 +20,7 @@ pub(super) const KEYS: u64 = 2;
 pub(super) const VALUES: u64 = 3;
 
 /// The inputs of a call.
-pub(in crate::scene) struct Given {
+pub(in crate::scene) struct CallInputs {
     pub(super) problem: Problem,
     pub(super) sequences: Option<Sequences>,
     pub(super) tensors: InputTensors,
@@ -28,7 +28,7 @@ pub(in crate::scene) struct Given {
     pub(super) backward: Option<Backward>,
 }
 
-impl Given {
+impl CallInputs {
     /// Returns the problem with the storage of the tensors, and the inputs.
     pub(super) fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
         let inputs = self.tensors.inputs().with_captured(&self.captured);
@@ -41,7 +41,7 @@ impl Given {
 
 impl Call {
     /// Makes the tensors; rows of no sequence are NaN.
-    pub(in crate::scene) fn given(&self) -> Result<Given, SceneError> {
+    pub(in crate::scene) fn inputs(&self) -> Result<CallInputs, SceneError> {
         let shapes = [self.problem.query_shape(), self.problem.key_shape()];
         if shapes.iter().any(|it| it.elements().is_none_or(|elements| elements > 1 << 28)) {
             return Err(SceneError::Size("the problem is too large to simulate".to_owned()));
@@ -49,7 +49,7 @@ impl Call {
         self.tensors().map_err(refused)
     }
 
-    fn tensors(&self) -> Result<Given, flashcore::Error> {
+    fn tensors(&self) -> Result<CallInputs, flashcore::Error> {
         let mut problem = self.problem.clone();
         let (mut query, mut key) = (problem.query_shape(), problem.key_shape());
         let mut sequences = None;
@@ -65,16 +65,17 @@ impl Call {
             let index = |[a, b, c, d]: [usize; 4]| {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
-            let weights = if seed == KEYS { self.weights } else { Weights::Even };
-            let weights = weights.of_rows(shape, placement);
+            let key_magnitudes =
+                if seed == KEYS { self.key_magnitudes } else { KeyMagnitudes::Uniform };
+            let key_magnitudes = key_magnitudes.of_rows(shape, placement);
             let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
-                if let Some(wave) = self.weights.wave(seed, at[1], at[3], shape.dim) {
+                if let Some(wave) = self.key_magnitudes.wave(seed, at[1], at[3], shape.dim) {
                     return wave;
                 }
                 // Magnitudes up to 2 spread the scores enough that row maxima move.
                 let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
-                let weight = outlier * weights[at[0] * shape.length + at[1]];
+                let weight = outlier * key_magnitudes[at[0] * shape.length + at[1]];
                 mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {
@@ -131,7 +132,7 @@ impl Call {
             }
         };
         let captured = self.captured.clone();
-        Ok(Given { problem, sequences, tensors, captured, backward })
+        Ok(CallInputs { problem, sequences, tensors, captured, backward })
     }
 }
 
