@@ -351,6 +351,17 @@ listed! {
         Outer,
         /// The softmax scale itself.
         Natural,
+        /// The first coefficient of capped scores as a polynomial
+        /// ([`CapPolynomial`](crate::attention::CapPolynomial)),
+        CapLinear,
+        /// its second,
+        CapCubic,
+        /// its third,
+        CapQuintic,
+        /// its fourth,
+        CapSeptic,
+        /// and the largest absolute value that it serves.
+        CapMost,
     }
 }
 

@@ -229,14 +229,21 @@ impl Problem {
 
     /// Returns the value of a scale parameter of a kernel.
     pub(crate) fn factor(&self, factor: kernels::parameter::Scale) -> f32 {
+        use kernels::attention::CapPolynomial;
         use kernels::parameter::Scale;
         let log2e = std::f32::consts::LOG2_E;
         let cap = self.scores.softcap.unwrap_or(1.0);
+        let polynomial = || CapPolynomial::new(self.scale(), cap);
         match factor {
             Scale::Log2 => self.scale() * log2e,
             Scale::Inner => self.scale() / cap,
             Scale::Outer => cap * log2e,
             Scale::Natural => self.scale(),
+            Scale::CapLinear => polynomial().coefficients[0],
+            Scale::CapCubic => polynomial().coefficients[1],
+            Scale::CapQuintic => polynomial().coefficients[2],
+            Scale::CapSeptic => polynomial().coefficients[3],
+            Scale::CapMost => polynomial().most,
         }
     }
 }

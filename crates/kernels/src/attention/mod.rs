@@ -29,6 +29,7 @@ pub(crate) mod visibility;
 use ptx::{Accumulator, F32, Reg, WarpAccumulator};
 
 pub use rules::{Batch, MaskKind, Rules, Window};
+pub use scores::CapPolynomial;
 
 /// One of a thread's scores, with its place among the thread's rows and columns.
 #[derive(Clone, Copy)]

@@ -86,6 +86,11 @@ impl Rules {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
 
+    /// Returns whether the softcap is the last rule that changes scores.
+    pub fn caps_last(&self) -> bool {
+        self.softcap && !self.alibi && self.score_function.is_none()
+    }
+
     /// Returns whether scores have gradients: kernels differentiate a softcap or a score function,
     /// not one after the other.
     pub const fn has_gradients(&self) -> bool {

@@ -14,6 +14,7 @@ use ptx::{Builder, Element, Expression, F32, Pred, Reg, Value};
 
 use super::Score;
 use super::rows::{Finished, NOTHING_SEEN, Reference, finish};
+use super::scores::CappedExponents;
 
 /// The softmax state of a thread's rows.
 pub(crate) struct Softmax {
@@ -87,6 +88,29 @@ impl Softmax {
         &self,
         k: &mut Builder,
         scores: &[Score],
+        store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
+    ) -> Vec<Reg<F32>> {
+        self.powers(k, scores, |k, score, offset| k.fma(score, self.scale_log2, offset), store)
+    }
+
+    /// Does the same as [`exponentials`](Softmax::exponentials) for products that are not
+    /// capped yet.
+    pub(crate) fn capped_exponentials(
+        &self,
+        k: &mut Builder,
+        products: &[Score],
+        exponents: &CappedExponents,
+        store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
+    ) -> Vec<Reg<F32>> {
+        self.powers(k, products, |k, it, offset| exponents.exponent(k, it, offset), store)
+    }
+
+    /// Computes two to the power of `exponent(score, offset)`, where `offset` is the row's.
+    fn powers(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        exponent: impl Fn(&mut Builder, Reg<F32>, Reg<F32>) -> Reg<F32>,
         mut store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
     ) -> Vec<Reg<F32>> {
         let offset: Vec<Reg<F32>> = (self.reference.iter())
@@ -104,8 +128,8 @@ impl Softmax {
             let row = pair[0].row;
             let mut weights = [pair[0].register, pair[1].register];
             for (weight, chain) in weights.iter_mut().zip(&mut chains[row]) {
-                let exponent = k.fma(*weight, self.scale_log2, offset[row]);
-                *weight = k.exp2(exponent);
+                let power = exponent(k, *weight, offset[row]);
+                *weight = k.exp2(power);
                 *chain = Some(match *chain {
                     Some(sum) => k.eval(sum + *weight),
                     None => *weight,

@@ -271,9 +271,16 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
         group.release_queries_early(k, self.tiles.is_first_block(&self.current, self.block));
+        let State { tiles, rule, softmax, current, .. } = self;
         let at = (self.block, entry);
-        self.rule.apply(k, self.tiles, &self.current, at, Step::Later, &scores);
-        let rescale = self.softmax.block(k, &scores, p);
+        let apply = |k: &mut Builder| rule.apply(k, *tiles, current, at, Step::Later, &scores);
+        let rescale = match rule.capped_exponents(k, *tiles, current, at, &scores) {
+            Some(exponents) => softmax.capped_block(k, &scores, p, &exponents, apply),
+            None => {
+                apply(k);
+                softmax.block(k, &scores, p)
+            }
+        };
         probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);
         group.release_values(k);

@@ -426,8 +426,10 @@ impl Forward {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);
-        let two_ways = !self.rules.alibi && self.rules.score_function.is_none();
-        let scores = self.score_rule(k).with_small_tanh(two_ways);
+        let mut scores = self.score_rule(k, self.rules.caps_last());
+        if self.is_fp8() && self.rules.caps_last() {
+            scores = scores.with_small_tanh();
+        }
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
         let functions =
@@ -470,11 +472,18 @@ impl Forward {
         self.query_source == Source::Shared && self.ping_pong && plain
     }
 
-    /// Declares the parameters of the score rule, which turns products into scores.
-    fn score_rule(&self, k: &mut Builder) -> ScoreRule {
+    /// Declares the parameters of the score rule, which turns products into scores, with exponents
+    /// of capped scores straight from the products where `capped_exponents` says so.
+    fn score_rule(&self, k: &mut Builder, capped_exponents: bool) -> ScoreRule {
         let scores = ScoreRule::parameters(k, &self.rules);
-        // Products of 8-bit inputs have descale factors of their own.
-        if self.is_fp8() { scores } else { scores.with_scale_last(k, &self.rules) }
+        if self.is_fp8() {
+            // Products of 8-bit inputs have descale factors of their own.
+            scores
+        } else if capped_exponents {
+            scores.with_capped_exponents(k)
+        } else {
+            scores.with_scale_last(k, &self.rules)
+        }
     }
 
     /// Reserves shared memory for the tiles and their pipelines.

@@ -134,9 +134,17 @@ impl Prefill {
 
     /// Returns whether a warpgroup's index is broadcast from one lane
     /// ([`Warpgroup::new`](super::warpgroup::Warpgroup::new)): it gains 1 to 3 %, with and without
-    /// turns. With queries in registers it costs up to 0.8 %, and 16 bytes are spilled.
+    /// turns. With queries in registers it costs up to 0.8 %, and 16 bytes are spilled; with capped
+    /// exponents 4 to 160 bytes are.
     pub(super) fn index_from_one_lane(&self) -> bool {
-        self.tile.query_source == Source::Shared
+        self.tile.query_source == Source::Shared && !self.takes_capped_exponents()
+    }
+
+    /// Returns whether the exponents of capped scores come straight from the products. With 192
+    /// value columns there is one register too few.
+    fn takes_capped_exponents(&self) -> bool {
+        let has_registers = self.tile.value_head_dim <= 128 || self.tile.key_block <= 64;
+        self.tile.rules.caps_last() && !self.tile.is_fp8() && has_registers
     }
 
     /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.
@@ -190,7 +198,7 @@ impl Prefill {
             output: Tensor::Output.map(k, output),
         };
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
-        let scores = self.tile.score_rule(k);
+        let scores = self.tile.score_rule(k, self.takes_capped_exponents());
         let batch = Batch::parameters(k, self, scores.scale_log2);
         let rules = &self.tile.rules;
         let functions = Functions::parameters(k, rules).unscaled(rules, scores.inverse).in_pairs();

@@ -1,13 +1,13 @@
 //! What happens between `Q K^T` and the softmax: the score rules, score functions and the mask.
 
-use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
+use ptx::{Accumulator, Builder, Expression, Reg, S32, U32, Value};
 
 use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use crate::attention::function::blocks::{block_of, needs_function};
 use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
-use crate::attention::scores::{ScoreRule, alibi};
+use crate::attention::scores::{CappedExponents, ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
 /// Which of a tile's key blocks the scores belong to.
@@ -100,6 +100,29 @@ impl Rule {
                 Some(entry) => k.if_(needs_function(entry), call),
             }
         }
+    }
+
+    /// Returns how the softmax takes the exponents of a later key block straight from its products,
+    /// where the kernel and this block allow it: the block must hide no key.
+    pub(super) fn capped_exponents<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        tiles: &T,
+        current: &T::Current,
+        (block, entry): (Reg<U32>, Option<Reg<U32>>),
+        products: &[Score],
+    ) -> Option<CappedExponents> {
+        let mut exponents = self.scores.capped_exponents(k, products)?;
+        let mut served = Value::from(exponents.served);
+        if self.hides_later {
+            let block = entry.map_or(block, |entry| k.eval(block_of(entry)));
+            served = served & !tiles.needs_mask(current, block);
+        }
+        if self.functions.mask.is_some() {
+            served = entry.map_or(false.into(), |entry| served & !needs_function(entry));
+        }
+        exponents.served = k.eval(served);
+        Some(exponents)
     }
 
     /// Applies a score function or a mask function to the scores.

@@ -9,6 +9,7 @@ use ptx::{Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, Value};
 
 use super::Forward;
 use crate::attention::rows::Finished;
+use crate::attention::scores::CappedExponents;
 use crate::attention::{ACCUMULATOR_ROWS, Score, softmax};
 
 /// The softmax state of a thread's two rows.
@@ -46,12 +47,64 @@ impl Softmax {
     /// how the output must be rescaled.
     pub(super) fn block(&self, k: &mut Builder, scores: &[Score], p: &Fragment) -> Rescale {
         let factors = [k.variable(1.0), k.variable(1.0)];
-        let (sums, needed) = if self.slow_path_apart {
+        let (sums, needed) = self.guarded(k, scores, p, &factors);
+        self.rows.add(k, &sums);
+        Rescale { needed, factors }
+    }
+
+    /// Processes a later key block like [`block`](Softmax::block), from products `Q K^T`. Where
+    /// exponents cannot be taken from the products, `rule` turns them into scores.
+    pub(super) fn capped_block(
+        &self,
+        k: &mut Builder,
+        products: &[Score],
+        p: &Fragment,
+        exponents: &CappedExponents,
+        rule: impl FnOnce(&mut Builder),
+    ) -> Rescale {
+        let factors = [k.variable(1.0), k.variable(1.0)];
+        let sums = [k.register::<F32>(), k.register()];
+        let needed = k.register::<Pred>();
+        k.if_else(
+            exponents.served,
+            |k| {
+                let found = self.rows.capped_exponentials(k, products, exponents, store_in(p));
+                set(k, &sums, &found);
+                let exceeds = self.rows.exceeds(k, &sums, self.bound);
+                k.set(needed, exceeds);
+                k.if_(needed, |k| {
+                    exponents.cap(k, products);
+                    self.rows.raise(k, products, &factors);
+                    let again = self.exponentials(k, products, p);
+                    set(k, &sums, &again);
+                });
+            },
+            |k| {
+                rule(k);
+                let (found, raised) = self.guarded(k, products, p, &factors);
+                set(k, &sums, &found);
+                k.set(needed, raised);
+            },
+        );
+        self.rows.add(k, &sums);
+        Rescale { needed, factors }
+    }
+
+    /// Writes the probabilities of a later key block to `p`. Returns their sums, and whether a row's
+    /// reference had to be raised; `factors` are then those by which the output must be rescaled.
+    fn guarded(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        p: &Fragment,
+        factors: &[Reg<F32>; 2],
+    ) -> (Vec<Reg<F32>>, Reg<Pred>) {
+        if self.slow_path_apart {
             let sums = self.exponentials(k, scores, p);
             let sums: Vec<Reg<F32>> = sums.into_iter().map(|sum| k.variable(sum)).collect();
             let needed = self.rows.exceeds(k, &sums, self.bound);
             k.if_(needed, |k| {
-                self.rows.raise(k, scores, &factors);
+                self.rows.raise(k, scores, factors);
                 let again = self.exponentials(k, scores, p);
                 set(k, &sums, &again);
             });
@@ -63,7 +116,7 @@ impl Softmax {
             // With the exit in the middle, the assembler would duplicate the code before it.
             k.loop_(|k| {
                 k.if_(raised, |k| {
-                    self.rows.raise(k, scores, &factors);
+                    self.rows.raise(k, scores, factors);
                     // No second retry: no sum exceeds infinity.
                     k.set(bound, f32::INFINITY);
                 });
@@ -74,14 +127,12 @@ impl Softmax {
                 k.set(raised, true);
             });
             (sums, raised)
-        };
-        self.rows.add(k, &sums);
-        Rescale { needed, factors }
+        }
     }
 
     /// Writes the exponentials of a block to `p`, rounded, and returns the thread's sums of them.
     fn exponentials(&self, k: &mut Builder, scores: &[Score], p: &Fragment) -> Vec<Reg<F32>> {
-        self.rows.exponentials(k, scores, |k, pair, [low, high]| p.set_pair(k, pair, low, high))
+        self.rows.exponentials(k, scores, store_in(p))
     }
 
     /// Returns the references of the thread's rows, then its partial sums of these rows.
@@ -117,6 +168,11 @@ impl Rescale {
             }
         });
     }
+}
+
+/// Returns how a pair of probabilities is stored in `p`.
+fn store_in(p: &Fragment) -> impl Fn(&mut Builder, usize, [Reg<F32>; 2]) {
+    |k, pair, [low, high]| p.set_pair(k, pair, low, high)
 }
 
 fn set(k: &mut Builder, registers: &[Reg<F32>], values: &[Reg<F32>]) {

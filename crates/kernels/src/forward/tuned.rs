@@ -434,7 +434,7 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
 /// Returns every rule of the ragged table at its own head dimensions: plain, and under a mask also
 /// with pages and with all score rules, in alternating elements. The plain ones come also in the
 /// compact form and with a single tile per thread block. Finally, for each head dimension, what is
-/// chosen without a mask and with all score rules.
+/// chosen without a mask and with all score rules, and with capped scores alone.
 pub fn every_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in PREFILL_RULES {
@@ -466,10 +466,12 @@ pub fn every_prefill() -> Vec<Prefill> {
         }
     }
     for dim in [64, 128, 192, 256] {
-        let rules = Rules { mask: MaskKind::Dense, ..Rules::EVERY };
-        let workload = Workload { rules, ..long_workload(dim) };
-        let tiles = tuned_prefill(&workload).map(|it| it.configuration);
-        all.extend(tiles.map(|tile| Prefill { tile, page_rows: None, single_tile: false }));
+        let every = Rules { mask: MaskKind::Dense, ..Rules::EVERY };
+        for rules in [every, Rules::DENSE.capped(), Rules::LOCAL.capped()] {
+            let workload = Workload { rules, ..long_workload(dim) };
+            let tiles = tuned_prefill(&workload).map(|it| it.configuration);
+            all.extend(tiles.map(|tile| Prefill { tile, page_rows: None, single_tile: false }));
+        }
     }
     // Rules for other lengths may have the same tiles.
     let mut seen = std::collections::HashSet::new();

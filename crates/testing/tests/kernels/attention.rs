@@ -86,6 +86,36 @@ fn forward_follows_rules() {
     }
 }
 
+/// Capped scores: exponents straight from the products where these are small, the exact tanh where
+/// not, and a new reference where the scores of either rise by far; with caps at which the
+/// polynomial has no finite coefficients, or none but the first that matters.
+#[test]
+fn forward_caps_scores() {
+    let with = |mask| Forward { rules: Rules { softcap: true, mask, ..Rules::LOCAL }, ..small() };
+    let f16 = |forward| Forward { element: Element::F16, output: Element::F16, ..forward };
+    let compact = |forward| Forward { form: Form::COMPACT, ..forward };
+    let masks = [MaskKind::Dense, MaskKind::Causal, MaskKind::Local, MaskKind::Chunked];
+    let [dense, causal, local, chunked] = masks.map(with);
+    for forward in [dense, f16(causal), compact(causal), local, compact(f16(chunked))] {
+        for (cap, key_magnitudes) in [
+            (20.0, KeyMagnitudes::Uniform),
+            (0.8, KeyMagnitudes::Uniform),
+            (300.0, KeyMagnitudes::Peaks),
+            (3000.0, KeyMagnitudes::Peaks),
+            (3000.0, KeyMagnitudes::Nan),
+            (1e-20, KeyMagnitudes::Uniform),
+            (1e20, KeyMagnitudes::Peaks),
+        ] {
+            let mut call = Call { key_magnitudes, ..call(forward, (1, [150, 200], [2, 1])) };
+            call.problem.scores.softcap = Some(cap);
+            let scene = call.scene().unwrap();
+            let (memory, _) = scene.run(&Options::default()).unwrap();
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
+        }
+    }
+}
+
 /// Stream-K: two or three thread blocks share the keys of a tile, or one has parts of two tiles;
 /// with and without other tiles before, in every form. The maxima of parts are far apart.
 #[test]

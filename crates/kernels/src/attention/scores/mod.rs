@@ -3,23 +3,26 @@
 //! The scale comes last, because the softmax folds it into its exponents: a rule leaves scores that
 //! [`ScoreRule::scale_log2`] brings to units of log2, so that one `ex2` is an exponential.
 
+mod softcap;
+
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, Select, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
+pub use softcap::CapPolynomial;
+pub(crate) use softcap::CappedExponents;
+use softcap::Softcap;
 
 /// How the products QK^T become scores, with the factors in registers.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreRule {
     /// The last factor of scores, which brings them to units of log2.
     pub(crate) scale_log2: Reg<F32>,
-    /// `2 log2(e) * scale / cap` with a softcap, in which case `scale_log2` is the cap times
-    /// log2(e).
-    cap: Option<Reg<F32>>,
-    /// The polynomial for small scores, where a kernel has one.
-    small: Option<SmallTanh>,
+    /// The softcap; `scale_log2` is then the cap times log2(e), or 1 where capped scores are in
+    /// units of log2 already.
+    softcap: Option<Softcap>,
     /// The factor that brings scores to natural units before a score function; `scale_log2` is then
     /// log2(e).
     natural: Option<Reg<F32>>,
@@ -29,13 +32,10 @@ pub(crate) struct ScoreRule {
 
 impl ScoreRule {
     pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
-        let cap = rules.softcap.then(|| {
-            let inner: Reg<F32> = Scale::Inner.read(k);
-            k.eval(inner * EXPONENT)
-        });
+        let softcap = rules.softcap.then(|| Softcap::parameters(k));
         let scale = if rules.softcap { Scale::Outer } else { Scale::Log2 };
         let scale_log2 = scale.read(k);
-        let plain = ScoreRule { scale_log2, cap, small: None, natural: None, inverse: None };
+        let plain = ScoreRule { scale_log2, softcap, natural: None, inverse: None };
         match rules.score_function {
             None => plain,
             Some(_) => ScoreRule {
@@ -48,7 +48,7 @@ impl ScoreRule {
 
     /// Returns whether scores are capped.
     pub(crate) const fn is_capped(&self) -> bool {
-        self.cap.is_some()
+        self.softcap.is_some()
     }
 
     /// Lets a score function that only adds to scores take them before their scale, which must be
@@ -66,22 +66,28 @@ impl ScoreRule {
     }
 
     /// Lets a warp whose scores are all well below the cap, as most are, use a polynomial.
-    /// `two_ways` says that there are registers for both ways.
-    pub(crate) fn with_small_tanh(self, two_ways: bool) -> Self {
-        ScoreRule { small: two_ways.then_some(SmallTanh::OfExponents), ..self }
+    pub(crate) fn with_small_tanh(self) -> Self {
+        ScoreRule { softcap: self.softcap.map(Softcap::with_small_exponents), ..self }
     }
 
     /// Does the same with a polynomial of the scores themselves, one instruction less for each:
     /// where there are registers for its coefficients.
     pub(crate) fn with_tanh_of_scores(self, k: &mut Builder) -> Self {
-        let small = self.cap.map(|cap| SmallTanh::of_scores(k, cap));
-        ScoreRule { small, ..self }
+        ScoreRule { softcap: self.softcap.map(|it| it.with_small_scores(k)), ..self }
+    }
+
+    /// Caps scores in units of log2, and lets the softmax take the exponents of small scores
+    /// straight from the products ([`capped_exponents`](ScoreRule::capped_exponents)).
+    pub(crate) fn with_capped_exponents(self, k: &mut Builder) -> Self {
+        let Some(softcap) = self.softcap else { return self };
+        let softcap = Some(softcap.in_log2(k, self.scale_log2));
+        ScoreRule { softcap, scale_log2: k.eval(1.0), ..self }
     }
 
     /// Raises the cap to at least [`LEAST_OUTER`], so that [`HIDDEN_TANH`] gives a weight of zero.
     /// Scores with a smaller cap are practically zero anyway.
     pub(crate) fn with_finite_hidden(self, k: &mut Builder) -> Self {
-        match self.cap {
+        match self.softcap {
             None => self,
             Some(_) => {
                 ScoreRule { scale_log2: k.eval(self.scale_log2.maximum(LEAST_OUTER)), ..self }
@@ -89,15 +95,21 @@ impl ScoreRule {
         }
     }
 
-    /// Applies the softcap, except for its last factor, the cap. The hardware's `tanh` is only
-    /// accurate to 11 bits, and `tanh(x) = 1 - 2 / (e^2x + 1)` takes two more operations of the
-    /// special function units, which the exponentials of the softmax keep busy already.
+    /// Applies the softcap.
     pub(crate) fn cap(&self, k: &mut Builder, scores: &[Score]) {
-        let Some(cap) = self.cap else { return };
-        let Some(way) = &self.small else { return tanh(k, cap, scores) };
-        let largest = largest_size(k, scores);
-        let small = way.suffices(k, cap, largest);
-        k.if_else(small, |k| way.tanh(k, cap, scores), |k| tanh(k, cap, scores));
+        if let Some(softcap) = &self.softcap {
+            softcap.apply(k, scores);
+        }
+    }
+
+    /// Returns how the softmax takes the exponents of these products, where a kernel lets it
+    /// ([`with_capped_exponents`](ScoreRule::with_capped_exponents)).
+    pub(crate) fn capped_exponents(
+        &self,
+        k: &mut Builder,
+        products: &[Score],
+    ) -> Option<CappedExponents> {
+        self.softcap.and_then(|softcap| softcap.exponents(k, products))
     }
 
     /// Brings scores to natural units, where a score function takes them so.
@@ -112,106 +124,6 @@ impl ScoreRule {
     pub(crate) fn scale(&self, k: &mut Builder, scores: &[Score]) {
         for Score { register, .. } in scores {
             k.set(*register, *register * self.scale_log2);
-        }
-    }
-}
-
-/// Returns the largest absolute value of the thread's scores, in several independent dependency
-/// chains.
-fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
-    const STRANDS: usize = 8;
-    let mut largest: Vec<Reg<F32>> = Vec::new();
-    for (index, Score { register, .. }) in scores.iter().enumerate() {
-        let size = k.absolute(*register);
-        match largest.get_mut(index % STRANDS) {
-            Some(strand) => *strand = k.eval(strand.maximum(size)),
-            None => largest.push(size),
-        }
-    }
-    let first = largest[0];
-    largest[1..].iter().fold(first, |all, strand| k.eval(all.maximum(*strand)))
-}
-
-/// `e^2x` is `2^(EXPONENT * x)`.
-const EXPONENT: f32 = 2.0 * LOG2_E;
-
-fn tanh(k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
-    for Score { register, .. } in scores {
-        let power = k.exp2(*register * cap);
-        let fraction = k.reciprocal(power + 1.0);
-        let tanh = k.fma(fraction, -2.0, 1.0);
-        k.set(*register, tanh);
-    }
-}
-
-/// Largest `|x|` for which [`SmallTanh`] is accurate.
-const SMALL: f32 = 0.5;
-
-/// Coefficients of `tanh(x) / x` as a polynomial in `x^2`, for `|x|` up to [`SMALL`]: accurate to
-/// 6e-7.
-const TANH: [f32; 4] = [0.999_999_45, -0.333_262_84, 0.131_899_4, -0.044_392_74];
-
-/// The polynomial that approximates tanh for small scores.
-#[derive(Clone, Copy)]
-enum SmallTanh {
-    /// In the exponents of two of `e^2x`.
-    OfExponents,
-    /// In the scores themselves, up to `most`, with coefficients that are computed once.
-    OfScores { coefficients: [Reg<F32>; 4], most: Reg<F32> },
-}
-
-impl SmallTanh {
-    /// Largest score for [`SmallTanh::OfScores`]: up to here no coefficient that underflows
-    /// matters, and no square overflows.
-    const MOST: f32 = 1e4;
-    /// Largest factor from scores to `x` for which the coefficients are finite.
-    const LARGEST_FACTOR: f32 = 1e5;
-
-    fn of_scores(k: &mut Builder, cap: Reg<F32>) -> Self {
-        let factor = k.eval(cap * (1.0 / EXPONENT));
-        let square = k.eval(factor * factor);
-        let mut power = factor;
-        let coefficients = TANH.map(|it| {
-            let coefficient = k.eval(power * it);
-            power = k.eval(power * square);
-            coefficient
-        });
-        let inverse = k.reciprocal(factor);
-        let most = (inverse * SMALL).minimum(SmallTanh::MOST);
-        let most = factor.at_most(SmallTanh::LARGEST_FACTOR).select::<F32>(most, -1.0);
-        SmallTanh::OfScores { coefficients, most: k.eval(most) }
-    }
-
-    /// Returns whether the polynomial serves all scores of the warp; `largest` is the thread's
-    /// largest.
-    fn suffices(&self, k: &mut Builder, cap: Reg<F32>, largest: Reg<F32>) -> Reg<Pred> {
-        match self {
-            SmallTanh::OfExponents => {
-                let exponent = k.absolute(largest * cap);
-                k.all(exponent.at_most(SMALL * EXPONENT))
-            }
-            SmallTanh::OfScores { most, .. } => k.all(largest.at_most(*most)),
-        }
-    }
-
-    fn tanh(&self, k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
-        // Coefficients for exponents instead of `x`.
-        let constant = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
-        for Score { register, .. } in scores {
-            let (x, coefficients): (_, [Value<F32>; 4]) = match self {
-                SmallTanh::OfExponents => {
-                    (k.eval(*register * cap), [0, 1, 2, 3].map(|power| constant(power).into()))
-                }
-                SmallTanh::OfScores { coefficients, .. } => {
-                    (*register, coefficients.map(Value::from))
-                }
-            };
-            let [first, second, third, fourth] = coefficients;
-            let square = k.eval(x * x);
-            let mut sum = k.fma(square, fourth, third);
-            sum = k.fma(sum, square, second);
-            sum = k.fma(sum, square, first);
-            k.set(*register, sum * x);
         }
     }
 }
