@@ -10,6 +10,11 @@
 //! and how many have finished adding to them. A tile waits only for tiles with smaller numbers,
 //! which started earlier, so there is no deadlock.
 //!
+//! In a ragged batch the host knows neither the number of tiles nor how many a head has: both are
+//! looked up in the schedule, and heads have counters in each sequence. A tile clears a share a
+//! fixed number of tiles ahead and rounds one a fixed number behind, both further away than the
+//! longest sequence has tiles, so it still waits only for earlier tiles.
+//!
 //! One warp clears, and issues bulk copies of the sums to be rounded into shared memory; two warps
 //! round them from there. They have too few registers to keep global loads in flight.
 
@@ -20,9 +25,11 @@ use ptx::{
 };
 
 use super::persistent::{Claims, Handover};
+use super::ragged::ShareRows;
 use super::row_blocks::{RowBlocks, Vectors};
 use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
+use crate::attention::Batch;
 use crate::exchange::poll;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
@@ -53,6 +60,17 @@ enum Progress {
     Added,
 }
 
+/// What depends on whether all sequences have the same lengths.
+enum Lengths {
+    /// The number of tiles, the number of leading tiles whose shares this kernel rounds, and what
+    /// finds the rows of a query block.
+    Equal { tiles: Reg<U32>, rounded: Reg<U32>, blocks: RowBlocks },
+    /// Each tile rounds the share of the tile that comes this many earlier; the schedule has the
+    /// number of tiles. The warps that round have no registers to keep whose rows these are: they
+    /// read it again for each chunk, at this offset in shared memory.
+    Ragged { behind: Reg<U32>, rows: u32 },
+}
+
 /// Parameters, barriers and staging memory of clearing and rounding.
 pub(super) struct ClearAndRound {
     element: Element,
@@ -60,15 +78,12 @@ pub(super) struct ClearAndRound {
     layout: SumsLayout,
     sums: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
-    tiles: Reg<U32>,
     /// The number of leading tiles whose shares are cleared before this kernel runs. Each tile
     /// clears the share of the tile that comes this many later.
     cleared: Reg<U32>,
-    /// The number of leading tiles whose shares this kernel rounds.
-    rounded: Reg<U32>,
+    lengths: Lengths,
     scale: Reg<F32>,
     gradient: Vectors,
-    blocks: RowBlocks,
     /// Signals that the sums of the tile's head have been cleared.
     ready: Mbarriers,
     /// Signals that all consumer warps have finished adding, in kernels that are not persistent.
@@ -121,18 +136,34 @@ impl ClearAndRound {
     /// `dQ`.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
+        let sums = Workspace::QueryGradientSums.address(k);
+        let counters = Workspace::Turns.address(k);
+        let tiles = (backward.batch == Batch::Equal).then(|| Number::KeyTiles.read(k));
+        let cleared = Number::ClearedTiles.read(k);
+        let rounded = if tiles.is_some() { Number::RoundedTiles } else { Number::RoundedAfter };
+        let rounded = rounded.read(k);
+        let scale = Scale::Natural.read(k);
+        let gradient = Vectors::parameters(k, Tensor::QueryGradient, backward.batch);
+        let lengths = match tiles {
+            Some(tiles) => {
+                let blocks = RowBlocks::parameters(k, &layout, backward.batch);
+                Lengths::Equal { tiles, rounded, blocks }
+            }
+            None => {
+                let rows = k.shared("rows of a share", ShareRows::BYTES, 16);
+                Lengths::Ragged { behind: rounded, rows }
+            }
+        };
         ClearAndRound {
             element: backward.element,
             head_dim: backward.head_dim,
             layout,
-            sums: Workspace::QueryGradientSums.address(k),
-            counters: Workspace::Turns.address(k),
-            tiles: Number::KeyTiles.read(k),
-            cleared: Number::ClearedTiles.read(k),
-            rounded: Number::RoundedTiles.read(k),
-            scale: Scale::Natural.read(k),
-            gradient: Vectors::parameters(k, Tensor::QueryGradient, backward.batch),
-            blocks: RowBlocks::parameters(k, &layout, backward.batch),
+            sums,
+            counters,
+            cleared,
+            lengths,
+            scale,
+            gradient,
             ready: Mbarriers::new(k, "sums cleared", 1, 1),
             added: Mbarriers::new(k, "sums added to", 1, warps),
             staging: k.shared("sums of dQ", Self::BYTES, 128),
@@ -161,6 +192,16 @@ impl ClearAndRound {
 
     /// Runs the clearing and rounding warps beside the single tile of a block.
     pub(super) fn run(&self, k: &mut Builder, scheduler: &TileScheduler) {
+        match self.lengths {
+            Lengths::Equal { .. } => self.run_tile(k, scheduler),
+            Lengths::Ragged { .. } => {
+                let (number, tiles) = (scheduler.number(k), scheduler.ragged_tiles(k));
+                k.if_(number.less(tiles), |k| self.run_tile(k, scheduler));
+            }
+        }
+    }
+
+    fn run_tile(&self, k: &mut Builder, scheduler: &TileScheduler) {
         let clears = is_clearing(k);
         k.if_else(
             clears,
@@ -170,8 +211,11 @@ impl ClearAndRound {
                 self.clear_and_stage(k, scheduler, number, &staged);
                 let leads = leads(k);
                 k.if_(leads, |k| {
-                    let added = self.added.at(k, 0);
-                    k.mbarrier_wait(added, 0, Scope::Block);
+                    // A tile without keys has nothing to add.
+                    scheduler.if_tile(k, |k| {
+                        let added = self.added.at(k, 0);
+                        k.mbarrier_wait(added, 0, Scope::Block);
+                    });
                     self.end(k, scheduler, number);
                 });
             },
@@ -230,10 +274,7 @@ impl ClearAndRound {
         let leads = leads(k);
         k.if_(leads, |k| {
             let (tile, _) = scheduler.tile_and_part(k, number);
-            k.if_(tile.at_least(self.cleared), |k| {
-                let share = scheduler.share(k, tile);
-                self.wait(k, share.head, Progress::Cleared, scheduler.key_blocks_of_head());
-            });
+            self.wait_for_zeros(k, scheduler, tile);
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
@@ -242,15 +283,34 @@ impl ClearAndRound {
         let leads = k.lane().equals(0);
         k.if_(leads, |k| {
             self.if_earlier(k, scheduler, number, |k, share| {
-                self.wait(k, share.head, Progress::Added, scheduler.key_blocks_of_head());
+                self.wait(k, share, Progress::Added, share.tiles);
                 self.stage(k, share, staged);
             });
             // Counted this late, when the zeros have long been written, so that the release does
             // not wait for them.
             self.if_later(k, scheduler, number, |k, share| {
-                self.count(k, share.head, Progress::Cleared);
+                self.count(k, share, Progress::Cleared);
             });
         });
+    }
+
+    /// Waits until the shares of a tile's head that this kernel clears have been cleared; called by
+    /// one thread.
+    fn wait_for_zeros(&self, k: &mut Builder, scheduler: &TileScheduler, tile: Reg<U32>) {
+        match self.lengths {
+            // Of a head's tiles, all or none are among the leading ones.
+            Lengths::Equal { .. } => k.if_(tile.at_least(self.cleared), |k| {
+                let share = scheduler.share(k, tile);
+                self.wait(k, &share, Progress::Cleared, share.tiles);
+            }),
+            Lengths::Ragged { .. } => {
+                let share = scheduler.share(k, tile);
+                // The index of a head's counters is that of its first tile.
+                let (first, end) = (share.counters, k.eval(share.counters + share.tiles));
+                let here = k.eval(end.maximum(self.cleared) - first.maximum(self.cleared));
+                k.if_(here.greater(0), |k| self.wait(k, &share, Progress::Cleared, here));
+            }
+        }
     }
 
     /// Emits `body` with the share of a later tile, under the condition that this tile clears it.
@@ -263,7 +323,11 @@ impl ClearAndRound {
     ) {
         let (tile, part) = scheduler.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
-        k.if_(part.equals(0) & later.less(self.tiles), |k| {
+        let tiles = match &self.lengths {
+            Lengths::Equal { tiles, .. } => *tiles,
+            Lengths::Ragged { .. } => scheduler.ragged_tiles(k),
+        };
+        k.if_(part.equals(0) & later.less(tiles), |k| {
             let share = scheduler.share(k, later);
             body(k, &share);
         });
@@ -279,7 +343,10 @@ impl ClearAndRound {
         body: impl FnOnce(&mut Builder, &Share),
     ) {
         let (tile, part) = scheduler.tile_and_part(k, number);
-        let behind = k.eval(self.tiles - self.rounded);
+        let behind = match &self.lengths {
+            Lengths::Equal { tiles, rounded, .. } => k.eval(*tiles - *rounded),
+            Lengths::Ragged { behind, .. } => *behind,
+        };
         k.if_(part.equals(0) & tile.at_least(behind), |k| {
             let earlier = k.eval(tile - behind);
             let share = scheduler.share(k, earlier);
@@ -287,29 +354,33 @@ impl ClearAndRound {
         });
     }
 
-    /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
-    /// thread.
+    /// Counts a tile as finished with adding; called by one thread. With equal lengths, only where
+    /// this kernel rounds its share: in a ragged batch that would have to be looked up first.
     fn end(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>) {
         let (tile, _) = scheduler.tile_and_part(k, number);
-        k.if_(tile.less(self.rounded), |k| {
+        let count = |k: &mut Builder| {
             let share = scheduler.share(k, tile);
-            self.count(k, share.head, Progress::Added);
-        });
+            self.count(k, &share, Progress::Added);
+        };
+        match &self.lengths {
+            Lengths::Equal { rounded, .. } => k.if_(tile.less(*rounded), count),
+            Lengths::Ragged { .. } => count(k),
+        }
     }
 
-    fn counter(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) -> Reg<GlobalAddress> {
-        k.eval(self.counters + head.convert::<U64>() * 8 + 4 * progress as u64)
+    fn counter(&self, k: &mut Builder, share: &Share, progress: Progress) -> Reg<GlobalAddress> {
+        k.eval(self.counters + share.counters.convert::<U64>() * 8 + 4 * progress as u64)
     }
 
     /// Increments a counter with release semantics; called by one thread.
-    fn count(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) {
-        let counter = self.counter(k, head, progress);
+    fn count(&self, k: &mut Builder, share: &Share, progress: Progress) {
+        let counter = self.counter(k, share, progress);
         k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, AtomicOrder::Release);
     }
 
     /// Polls a counter until it has reached `all`; called by one thread.
-    fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
-        let counter = self.counter(k, head, progress);
+    fn wait(&self, k: &mut Builder, share: &Share, progress: Progress, all: Reg<U32>) {
+        let counter = self.counter(k, share, progress);
         poll(k, counter, SLEEP, |counted| counted.equals(all));
     }
 
@@ -339,6 +410,11 @@ impl ClearAndRound {
         // Orders the other blocks' additions, which the counter made visible, before reads by the
         // copy engine.
         k.fence(Fence::ProxyAsyncGlobal);
+        if let (Lengths::Ragged { rows: at, .. }, Some(rows)) = (&self.lengths, &share.rows) {
+            // A thread block rounds one share, so nothing reads the rows of another here.
+            let at = k.shared_address(*at);
+            rows.store(k, at);
+        }
         self.every_chunk(k, share, |k, chunk| {
             let stage = staged.acquire(k);
             let full = staged.expect(k, CHUNK);
@@ -375,7 +451,7 @@ impl ClearAndRound {
         self.if_earlier(k, scheduler, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
-                self.round_chunk(k, chunk, stage);
+                self.round_chunk(k, scheduler, chunk, stage);
                 // Orders these reads before the copy engine's next write to the stage.
                 k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
@@ -393,12 +469,25 @@ impl ClearAndRound {
     /// four lanes further has the next column. Neighbouring columns of a row are thus 64 bytes
     /// apart. Half of the lanes read each pair of columns in the opposite order, so that all lanes
     /// access different banks.
-    fn round_chunk(&self, k: &mut Builder, chunk: Reg<U32>, stage: Reg<U32>) {
+    fn round_chunk(
+        &self,
+        k: &mut Builder,
+        scheduler: &TileScheduler,
+        chunk: Reg<U32>,
+        stage: Reg<U32>,
+    ) {
         let SumsLayout { query_block, part_queries, columns } = self.layout;
         let per_part = self.layout.part_bytes() / CHUNK;
         let number = k.eval(chunk / self.chunks());
         let part = chunk % self.chunks() / per_part;
-        let block = self.blocks.find(k, number);
+        let block = match &self.lengths {
+            Lengths::Equal { blocks, .. } => blocks.find(k, number),
+            Lengths::Ragged { rows, .. } => {
+                let rows = k.shared_address(*rows);
+                let rows = ShareRows::load(k, rows);
+                scheduler.row_block(k, &rows, number)
+            }
+        };
 
         let (lane, thread) = (k.lane(), k.thread_index());
         let (down, right, rows) = (lane % 2, lane / 2 % 2, lane / 4 % 4);

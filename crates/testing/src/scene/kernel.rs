@@ -189,16 +189,14 @@ impl Call {
     /// key blocks; in a ragged batch with short and empty sequences as well.
     fn small_backward(kernel: Configuration, [rows, block]: [u32; 2], batch: Batch) -> Self {
         let [queries, keys] = [2 * rows as usize + 5, block as usize + 3];
+        let heads = small_heads(&kernel);
         if batch == Batch::Equal {
-            return Call::new(kernel, 1, [queries, keys], [2, 1]);
+            return Call::new(kernel, 1, [queries, keys], heads);
         }
         let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0])
             .over(PlacementKind::PackedWithGaps);
-        Call::ragged(
-            kernel,
-            Ragged { query_place: PlacementKind::PackedWithGaps, ..ragged },
-            [2, 1],
-        )
+        let ragged = Ragged { query_place: PlacementKind::PackedWithGaps, ..ragged };
+        Call::ragged(kernel, ragged, heads)
     }
 
     /// Creates a call for a companion kernel of the backward pass, with `queries` queries of
@@ -212,7 +210,16 @@ impl Call {
             }
             other => other,
         };
-        Call::new(kernel, 2, [queries, 21], [2, 1])
+        Call::new(kernel, 2, [queries, 21], small_heads(&kernel))
+    }
+}
+
+/// Returns the `[query heads, key heads]` of small calls of a backward kernel: two that share keys,
+/// if the kernel allows it.
+fn small_heads(kernel: &Configuration) -> [usize; 2] {
+    match kernel {
+        Configuration::Backward(Backward { shares: true, .. }) => [2, 2],
+        _ => [2, 1],
     }
 }
 
