@@ -214,6 +214,27 @@ impl Call {
     }
 }
 
+impl Call {
+    /// Creates calls for a companion kernel of the backward pass whose tiles have shares of query
+    /// blocks of `rows` rows: shares of more query blocks than there are thread blocks for, of one
+    /// and of none, of queries without keys. The companion clears or rounds some of them, or all.
+    pub(super) fn for_shares(kernel: Configuration, rows: usize) -> impl Iterator<Item = Self> {
+        let batches = [
+            (vec![4 * rows + 5, 1, 0, 3], vec![5, 300, 300, 0], 2),
+            (vec![9, rows + 1, 2 * rows - 3, 1], vec![1, 0, 130, 7], 3),
+            (vec![3 * rows, 2 * rows + 1], vec![3 * rows, 2 * rows + 1], 2),
+        ];
+        batches.into_iter().flat_map(move |(queries, keys, heads)| {
+            let ragged = Ragged {
+                query_place: PlacementKind::Packed,
+                ..Ragged::new(queries, keys).over(PlacementKind::Packed)
+            };
+            let call = Call::ragged(kernel, ragged, [heads, heads]);
+            [1, 8].map(|it| call.clone().with_multiprocessors(it))
+        })
+    }
+}
+
 /// Returns the `[query heads, key heads]` of small calls of a backward kernel: two that share keys,
 /// if the kernel allows it.
 fn small_heads(kernel: &Configuration) -> [usize; 2] {
