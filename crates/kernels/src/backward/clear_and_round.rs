@@ -20,13 +20,12 @@
 
 use ptx::{
     AtomicOrder, BF16x2, Builder, Consumer, Element, Expression, F16x2, F32, Fence, GlobalAddress,
-    Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint, U32, U64,
-    Value,
+    LoadHint, Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint,
+    U32, U64, Value,
 };
 
 use super::persistent::{Claims, Handover};
-use super::ragged::ShareRows;
-use super::row_blocks::{RowBlocks, Vectors};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors};
 use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
 use crate::attention::Batch;
@@ -66,9 +65,27 @@ enum Lengths {
     /// finds the rows of a query block.
     Equal { tiles: Reg<U32>, rounded: Reg<U32>, blocks: RowBlocks },
     /// Each tile rounds the share of the tile that comes this many earlier; the schedule has the
-    /// number of tiles. The warps that round have no registers to keep whose rows these are: they
-    /// read it again for each chunk, at this offset in shared memory.
+    /// number of tiles. The warps that round have no registers to keep where a share's rows are:
+    /// they read it again for each chunk, from this offset in shared memory.
     Ragged { behind: Reg<U32>, rows: u32 },
+}
+
+/// The rows that a query block is rounded to.
+enum BlockRows {
+    /// Those of a query block of the tensor.
+    Block(RowBlock),
+    /// In a ragged batch, those of a share, and the index of the query block in it.
+    Share { staged: StagedRows, block: Reg<U32> },
+}
+
+/// Where the rows of a share are, as the thread that stages it leaves it in shared memory.
+struct StagedRows {
+    /// The address of the gradient of the share's first row.
+    address: Reg<GlobalAddress>,
+    /// The number of rows from there to the end of the sequence.
+    rows: Reg<U32>,
+    /// The workspace index of the share's first query block.
+    first: Reg<U32>,
 }
 
 /// Parameters, barriers and staging memory of clearing and rounding.
@@ -150,7 +167,7 @@ impl ClearAndRound {
                 Lengths::Equal { tiles, rounded, blocks }
             }
             None => {
-                let rows = k.shared("rows of a share", ShareRows::BYTES, 16);
+                let rows = k.shared("rows of a share", StagedRows::BYTES, 16);
                 Lengths::Ragged { behind: rounded, rows }
             }
         };
@@ -412,8 +429,11 @@ impl ClearAndRound {
         k.fence(Fence::ProxyAsyncGlobal);
         if let (Lengths::Ragged { rows: at, .. }, Some(rows)) = (&self.lengths, &share.rows) {
             // A thread block rounds one share, so nothing reads the rows of another here.
-            let at = k.shared_address(*at);
-            rows.store(k, at);
+            let block = rows.row_block(k, share.first);
+            let row = k.eval(block.first_row(self.layout.query_block));
+            let address = self.gradient.row(k, self.element, &block, row);
+            let rows = k.eval(block.query_length - row);
+            StagedRows { address, rows, first: share.first }.store(k, *at);
         }
         self.every_chunk(k, share, |k, chunk| {
             let stage = staged.acquire(k);
@@ -451,7 +471,7 @@ impl ClearAndRound {
         self.if_earlier(k, scheduler, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
-                self.round_chunk(k, scheduler, chunk, stage);
+                self.round_chunk(k, chunk, stage);
                 // Orders these reads before the copy engine's next write to the stage.
                 k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
@@ -469,25 +489,20 @@ impl ClearAndRound {
     /// four lanes further has the next column. Neighbouring columns of a row are thus 64 bytes
     /// apart. Half of the lanes read each pair of columns in the opposite order, so that all lanes
     /// access different banks.
-    fn round_chunk(
-        &self,
-        k: &mut Builder,
-        scheduler: &TileScheduler,
-        chunk: Reg<U32>,
-        stage: Reg<U32>,
-    ) {
+    fn round_chunk(&self, k: &mut Builder, chunk: Reg<U32>, stage: Reg<U32>) {
         let SumsLayout { query_block, part_queries, columns } = self.layout;
         let per_part = self.layout.part_bytes() / CHUNK;
         let number = k.eval(chunk / self.chunks());
         let part = chunk % self.chunks() / per_part;
         let block = match &self.lengths {
-            Lengths::Equal { blocks, .. } => blocks.find(k, number),
+            Lengths::Equal { blocks, .. } => BlockRows::Block(blocks.find(k, number)),
             Lengths::Ragged { rows, .. } => {
-                let rows = k.shared_address(*rows);
-                let rows = ShareRows::load(k, rows);
-                scheduler.row_block(k, &rows, number)
+                let staged = StagedRows::load(k, *rows);
+                let block = k.eval(number - staged.first);
+                BlockRows::Share { staged, block }
             }
         };
+        let length = block.length();
 
         let (lane, thread) = (k.lane(), k.thread_index());
         let (down, right, rows) = (lane % 2, lane / 2 % 2, lane / 4 % 4);
@@ -502,13 +517,13 @@ impl ClearAndRound {
             (row + part * part_queries, column)
         };
         let row = k.eval(row);
-        let to = self.gradient.row(k, self.element, &block, row);
+        let to = block.row(k, &self.gradient, self.element, row);
         let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
         // A column beyond the head dimension is treated as a row beyond the sequence, which saves a
         // register.
         let row = if self.head_dim < columns {
             let has_column = to_column.less(self.head_dim);
-            k.eval(has_column.select::<U32>(row, block.query_length))
+            k.eval(has_column.select::<U32>(row, length))
         } else {
             row
         };
@@ -529,7 +544,7 @@ impl ClearAndRound {
                 let pair = self.pack(k, pair);
                 k.permute_bytes(pair, pair, order)
             });
-            let exists = (row + 8 * group).less(block.query_length);
+            let exists = (row + 8 * group).less(length);
             k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
             k.set(to, to + rows_bytes);
         }
@@ -547,5 +562,58 @@ impl ClearAndRound {
                 k.eval(pair.reinterpret::<U32>())
             }
         }
+    }
+}
+
+impl BlockRows {
+    /// Returns the first row of the query block, in its sequence or in the share.
+    fn first_row(&self, query_block: u32) -> Value<U32> {
+        match self {
+            BlockRows::Block(block) => block.first_row(query_block),
+            BlockRows::Share { block, .. } => *block * query_block,
+        }
+    }
+
+    /// Returns the number of rows, counted like [`first_row`](BlockRows::first_row).
+    fn length(&self) -> Reg<U32> {
+        match self {
+            BlockRows::Block(block) => block.query_length,
+            BlockRows::Share { staged, .. } => staged.rows,
+        }
+    }
+
+    /// Returns the address of a row's gradient.
+    fn row(
+        &self,
+        k: &mut Builder,
+        gradient: &Vectors,
+        element: Element,
+        row: Reg<U32>,
+    ) -> Reg<GlobalAddress> {
+        match self {
+            BlockRows::Block(block) => gradient.row(k, element, block, row),
+            BlockRows::Share { staged, .. } => {
+                let row_bytes = gradient.row_bytes(k, element, 1);
+                k.eval(staged.address + row.convert::<U64>() * row_bytes)
+            }
+        }
+    }
+}
+
+impl StagedRows {
+    /// Bytes of shared memory.
+    const BYTES: u32 = 16;
+
+    fn store(&self, k: &mut Builder, offset: u32) {
+        let at = k.shared_address(offset);
+        k.store(at, self.address);
+        k.store_vector(at + 8, &[self.rows, self.first], StoreHint::default());
+    }
+
+    fn load(k: &mut Builder, offset: u32) -> Self {
+        let at = k.shared_address(offset);
+        let address = k.load::<GlobalAddress, _>(at);
+        let [rows, first] = k.load_vector::<U32, _, 2>(at + 8, LoadHint::default());
+        StagedRows { address, rows, first }
     }
 }

@@ -56,10 +56,12 @@ struct ScheduledTile {
     keys: [Reg<U32>; 2],
 }
 
-/// The sequence and head whose rows a share has.
+/// The rows of a share: those of one head of one sequence.
 pub(super) struct ShareRows {
     head: Reg<U32>,
     sequence: Reg<U32>,
+    /// The workspace index of the first query block of this sequence and head.
+    begin: Reg<U32>,
     /// The first row and the number of the sequence's queries.
     queries: [Reg<U32>; 2],
 }
@@ -119,8 +121,9 @@ impl Schedule {
         let each = k.eval((blocks + tiles - 1) / tiles);
         let first = k.eval((position * each).minimum(blocks));
         let end = k.eval((first + each).minimum(blocks));
-        let rows = ShareRows { head: found.key_head, sequence, queries };
-        let begin = self.begin(k, &rows);
+        let first_block = self.first_block(queries[0], sequence);
+        let begin = k.eval(found.key_head * self.query_blocks + first_block);
+        let rows = ShareRows { head: found.key_head, sequence, begin, queries };
         let counters = k.eval(tile - position);
         // If lists make no sense, the schedule may have no room for all tiles of the last sequence.
         let tiles = k.eval(tiles.minimum(found.records * key_heads.number - counters));
@@ -133,38 +136,13 @@ impl Schedule {
     fn first_block(&self, query_start: Reg<U32>, sequence: Reg<U32>) -> Value<U32> {
         query_start / self.query_block + sequence
     }
-
-    /// Returns the workspace index of the first query block of a share's sequence and head.
-    fn begin(&self, k: &mut Builder, rows: &ShareRows) -> Reg<U32> {
-        let first_block = self.first_block(rows.queries[0], rows.sequence);
-        k.eval(rows.head * self.query_blocks + first_block)
-    }
-
-    /// Returns the query block of a share with this workspace index.
-    pub(super) fn row_block(
-        &self,
-        k: &mut Builder,
-        rows: &ShareRows,
-        number: Reg<U32>,
-    ) -> RowBlock {
-        let begin = self.begin(k, rows);
-        let block = k.eval(number - begin);
-        RowBlock::ragged(number, [rows.head, block], rows.sequence, rows.queries)
-    }
 }
 
 impl ShareRows {
-    /// Bytes of shared memory that it takes.
-    pub(super) const BYTES: u32 = 16;
-
-    pub(super) fn store(&self, k: &mut Builder, to: Reg<SharedAddress>) {
-        let [start, queries] = self.queries;
-        k.store_vector(to, &[self.head, self.sequence, start, queries], Default::default());
-    }
-
-    pub(super) fn load(k: &mut Builder, from: Reg<SharedAddress>) -> Self {
-        let [head, sequence, start, queries] = k.load_vector(from, Default::default());
-        ShareRows { head, sequence, queries: [start, queries] }
+    /// Returns the query block with this workspace index.
+    pub(super) fn row_block(&self, k: &mut Builder, number: Reg<U32>) -> RowBlock {
+        let block = k.eval(number - self.begin);
+        RowBlock::ragged(number, [self.head, block], self.sequence, self.queries)
     }
 }
 
@@ -213,7 +191,7 @@ impl DividedShares {
         let share = self.schedule.share(k, &self.key_heads, tile);
         let Some(rows) = share.rows else { unreachable!("shares of a schedule have rows") };
         k.for_range(share.first + turn, share.end, self.blocks_per_share(), |k, number| {
-            let block = self.schedule.row_block(k, &rows, number);
+            let block = rows.row_block(k, number);
             body(k, &block);
         });
     }

@@ -13,7 +13,6 @@ use super::lists::Listed;
 use super::order::{AlternatingWaves, Direction, Order, Turn};
 use super::persistent::Posted;
 use super::ragged::{Ragged, ShareRows, Slice};
-use super::row_blocks::RowBlock;
 use super::split::Split;
 use crate::attention::Batch;
 use crate::attention::function::blocks::{BlockLists, needs_function};
@@ -265,19 +264,6 @@ impl TileScheduler {
         let begin = k.eval(head * blocks);
         let [first, end] = [first, end].map(|it| k.eval(begin + it));
         Share { counters: head, tiles: key_blocks.number, first, end, rows: None }
-    }
-
-    /// Returns the query block of a share with this workspace index; for ragged batches only.
-    pub(super) fn row_block(
-        &self,
-        k: &mut Builder,
-        rows: &ShareRows,
-        number: Reg<U32>,
-    ) -> RowBlock {
-        match &self.sequences {
-            Sequences::Equal { .. } => unreachable!("equal lengths have no rows of shares"),
-            Sequences::Ragged(ragged) => ragged.schedule.row_block(k, rows, number),
-        }
     }
 
     /// Returns the first key of this block's tile.
