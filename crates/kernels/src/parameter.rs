@@ -206,7 +206,8 @@ listed! {
         /// Counters that order accesses to the sums of `dQ` (FlashAttention's `dq_semaphore`). In
         /// the deterministic backward pass, for each block of query rows, how many key tiles
         /// have added to its sums of `dQ`. Otherwise, for each key head, how many tiles have
-        /// cleared sums and how many have added to them.
+        /// cleared sums and how many have added to them; in a ragged batch, at the index of the
+        /// head's first tile.
         Turns,
     }
 
@@ -289,6 +290,13 @@ listed! {
         ClearedBlocks,
         /// Key tiles whose shares of the sums of `dQ` are rounded while the backward kernel runs.
         RoundedTiles,
+        /// In a ragged batch, how many key tiles later a tile's share of the sums of `dQ` is
+        /// rounded; the shares of as many last tiles are rounded after the backward kernel.
+        RoundedAfter,
+        /// In a ragged batch, how many thread blocks clear or round the share of one key tile
+        /// before or after the backward kernel: as many as a share has blocks of query rows, on
+        /// average.
+        BlocksPerShare,
         /// Blocks of query rows whose sums of `dQ` are rounded while the backward kernel runs.
         RoundedBlocks,
         /// Rows of a tile in the schedule of a ragged batch: queries, or keys in the backward pass.

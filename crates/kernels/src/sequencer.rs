@@ -42,6 +42,9 @@ pub enum Tiles {
     /// Tiles of keys from the first to the last, sequence after sequence; sequences with the most
     /// queries come first.
     Keys,
+    /// The same, where a sequence that has queries and no keys has a tile of no keys, so that every
+    /// query belongs to a tile: where tiles clear and round shares of the `dQ` sums.
+    KeysOrQueries,
 }
 
 /// The byte offset in a schedule of the number of its records.
@@ -88,6 +91,7 @@ impl Sequencer {
             Tiles::Queries(MaskKind::Chunked) => "_chunked",
             Tiles::Queries(_) => "",
             Tiles::Keys => "_keys",
+            Tiles::KeysOrQueries => "_keys_or_queries",
         };
         format!("sequencer_{}{tiles}", self.target)
     }
@@ -127,8 +131,9 @@ impl Sequencer {
         with_header(&records)
     }
 
-    /// Computes on the host the schedule for tiles of `tile_rows` keys ([`Tiles::Keys`]).
-    pub fn key_schedule(tile_rows: u32, sequences: &[Slice]) -> Vec<u32> {
+    /// Computes on the host the schedule for tiles of `tile_rows` keys ([`Tiles::Keys`], or
+    /// [`Tiles::KeysOrQueries`] if `or_queries`).
+    pub fn key_schedule(tile_rows: u32, or_queries: bool, sequences: &[Slice]) -> Vec<u32> {
         let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
             let top = sequences.iter().map(|slice| slice.queries).max().unwrap_or(0);
@@ -136,7 +141,8 @@ impl Sequencer {
             order.sort_by_key(|(_, slice)| std::cmp::Reverse(slice.queries / (top / CHUNK + 1)));
             for (index, slice) in order {
                 let sequence = chunk as u32 * CHUNK + index;
-                let first_rows = (0..slice.keys).step_by(tile_rows as usize);
+                let least = if or_queries { slice.queries.min(1) } else { 0 };
+                let first_rows = (0..slice.keys.max(least)).step_by(tile_rows as usize);
                 records.extend(first_rows.map(|first_row| slice.record(sequence, first_row)));
             }
         }
@@ -325,7 +331,7 @@ fn write(k: &mut Builder, which: Tiles) {
             Tiles::Queries(_) => each_tile(k, &|k, _, tile| {
                 bins.add(k, tile.bin, 1);
             }),
-            Tiles::Keys => each_sequence(k, &|k, run| {
+            Tiles::Keys | Tiles::KeysOrQueries => each_sequence(k, &|k, run| {
                 k.if_(lane.equals(0), |k| {
                     let bin = bin(k, tiles.most(run.sequence));
                     bins.add(k, bin, run.count);
@@ -363,7 +369,7 @@ fn write(k: &mut Builder, which: Tiles) {
                 let number = bins.add(k, tile.bin, 1);
                 record(k, run, number, tile.first_row);
             }),
-            Tiles::Keys => each_sequence(k, &|k, run| {
+            Tiles::Keys | Tiles::KeysOrQueries => each_sequence(k, &|k, run| {
                 let begin = k.variable::<U32>(0);
                 k.if_(lane.equals(0), |k| {
                     let bin = bin(k, tiles.most(run.sequence));
@@ -408,6 +414,8 @@ struct Tiling {
     rows: Reg<U32>,
     /// The mask, for tiles of queries.
     visibility: Option<Visibility>,
+    /// Whether queries without keys have a tile.
+    or_queries: bool,
 }
 
 impl Tiling {
@@ -415,16 +423,17 @@ impl Tiling {
         let rows = Number::TileRows.read(k);
         let visibility = match which {
             Tiles::Queries(mask) => Some(Visibility::parameters(k, mask)),
-            Tiles::Keys => None,
+            Tiles::Keys | Tiles::KeysOrQueries => None,
         };
-        Tiling { rows, visibility }
+        Tiling { rows, visibility, or_queries: which == Tiles::KeysOrQueries }
     }
 
     /// Returns the number of tiles of a sequence.
     fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
-        let rows = match self.visibility {
-            Some(_) => sequence.queries,
-            None => sequence.keys,
+        let rows: Value<U32> = match self.visibility {
+            Some(_) => sequence.queries.into(),
+            None if self.or_queries => sequence.keys.maximum(sequence.queries.minimum(1)),
+            None => sequence.keys.into(),
         };
         k.eval((rows + (self.rows - 1)) / self.rows)
     }

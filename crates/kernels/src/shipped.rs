@@ -5,7 +5,9 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
 use crate::attention::function::{ListsOf, Stored, rules};
-use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
+use crate::backward::{
+    Rounding, RowSums, SinkGradients, every_backward, sharing_backward, tuned_backward,
+};
 use crate::cache::{Cache, Scales};
 use crate::forward::{
     Form, Workload, every_fp8, every_fp8_prefill, every_prefill, every_tuned, tuned,
@@ -230,7 +232,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         // Pre- and postprocessing may be the same as with `mma.sync`.
         add_new(&mut all, backwards());
         let [local, chunked] = [MaskKind::Local, MaskKind::Chunked].map(Tiles::Queries);
-        for tiles in [local, chunked, Tiles::Keys] {
+        for tiles in [local, chunked, Tiles::Keys, Tiles::KeysOrQueries] {
             all.push(Configuration::Sequencer(Sequencer { target, tiles }));
         }
         for element in [Element::F16, Element::BF16] {
@@ -416,18 +418,20 @@ fn backwards() -> Vec<Configuration> {
         tuned_backward(element, head_dim, value_head_dim, rules) == Some(**it)
     };
     let ragged = equal.iter().filter(tuned).map(|it| Backward { batch: Batch::Ragged, ..*it });
+    let ragged = ragged.flat_map(|it| [it].into_iter().chain(sharing_backward(it)));
     for it in equal.iter().copied().chain(ragged) {
         all.push(Configuration::Backward(it));
         if it.persistent || it.split {
             // Pre- and postprocessing are those of the plain configuration.
             continue;
         }
-        let ordered = Backward { deterministic: true, ..it };
+        let ordered = Backward { deterministic: true, shares: false, ..it };
         let dims = (it.head_dim, it.value_head_dim);
         // In the deterministic mode, over ragged batches and with every rule, a thread spills three
         // words. The kernel is correct, but not representative of the others.
         let spills = it.batch != Batch::Equal && it.rules == Rules::EVERY;
-        if [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims) && !spills {
+        let representative = [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims);
+        if representative && !spills && !it.shares {
             all.push(Configuration::Backward(ordered));
         }
         let beside = [

@@ -77,43 +77,59 @@ impl Kernels {
     }
 
     /// Adds the launches before (`RowSums`) and after (`Rounding`, `SinkGradients`) the main
-    /// kernel, and their workspace. Of all blocks of query rows, `RowSums` clears the dQ sums of
-    /// the first `cleared`, and the main kernel itself rounds those of `rounded`.
-    pub(super) fn beside(
-        &self,
-        choice: &mut Choice,
-        rows: &RowBlocks,
-        [cleared, rounded]: [u32; 2],
-    ) {
-        let beside = |kernel, blocks, number: Option<(Number, u32)>| {
-            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(number);
+    /// kernel, and their workspace.
+    pub(super) fn beside(&self, choice: &mut Choice, rows: &RowBlocks, sums: SumsBeside) {
+        let beside = |kernel, blocks, numbers: Vec<(Number, u32)>| {
+            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(numbers);
             Launch { kernel, blocks, numbers: numbers.collect(), widened: false }
         };
-        let row_sums = self.pass.row_sums();
-        let counters = row_sums.counters.then_some((Workspace::Turns, 8));
-        let row_sums = Configuration::RowSums(row_sums);
-        let cleared = (Number::ClearedBlocks, cleared);
-        choice.launches.insert(0, beside(row_sums, rows.all, Some(cleared)));
+        let row_sums = Configuration::RowSums(self.pass.row_sums());
+        choice.launches.insert(0, beside(row_sums, rows.all, sums.cleared));
         let rounding = self.pass.rounding();
-        let blocks = rounding.blocks(rows.all - rounded);
+        let blocks = rounding.blocks(sums.rounding_blocks);
         let rounding = Configuration::Rounding(rounding);
-        let rounded = (Number::RoundedBlocks, rounded);
-        choice.launches.push(beside(rounding, blocks, Some(rounded)));
+        choice.launches.push(beside(rounding, blocks, sums.rounded));
         let sinks = self.pass.sink_gradients().map(Configuration::SinkGradients);
-        choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, None)));
+        choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, Vec::new())));
         choice.main = 1;
-        for (workspace, bytes) in [
-            (Workspace::RowStatistics, self.pass.statistics_bytes()),
-            (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes()),
+        let has_counters = self.pass.deterministic || self.pass.clear_and_round;
+        for (workspace, bytes, count) in [
+            (Workspace::RowStatistics, self.pass.statistics_bytes(), rows.all),
+            (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes(), rows.all),
         ]
         .into_iter()
-        .chain(counters)
+        .chain(has_counters.then_some((Workspace::Turns, 8, sums.counters)))
         {
             choice.memory.push(Memory {
                 source: Source::Workspace(workspace),
-                bytes: u64::from(bytes) * u64::from(rows.all),
+                bytes: u64::from(bytes) * u64::from(count),
                 contents: Contents::Anything,
             });
+        }
+    }
+}
+
+/// Which sums of dQ the launches beside the main kernel clear and round.
+pub(super) struct SumsBeside {
+    /// The numbers that tell `RowSums` which sums it clears.
+    pub(super) cleared: Vec<(Number, u32)>,
+    /// The numbers that tell `Rounding` which sums it rounds.
+    pub(super) rounded: Vec<(Number, u32)>,
+    /// Blocks of query rows, or parts of shares, that `Rounding` has thread blocks for.
+    pub(super) rounding_blocks: u32,
+    /// Pairs of counters.
+    pub(super) counters: u32,
+}
+
+impl SumsBeside {
+    /// Returns the sums of blocks of query rows: `RowSums` clears those of the first `cleared`, and
+    /// the main kernel itself rounds those of the first `rounded`.
+    pub(super) fn of_blocks(rows: &RowBlocks, [cleared, rounded]: [u32; 2]) -> Self {
+        SumsBeside {
+            cleared: vec![(Number::ClearedBlocks, cleared)],
+            rounded: vec![(Number::RoundedBlocks, rounded)],
+            rounding_blocks: rows.all - rounded,
+            counters: rows.all,
         }
     }
 }
@@ -173,7 +189,8 @@ pub(super) fn launch(
         choice.launches[0].numbers.extend(shares.numbers(key_blocks, key_blocks_per_head));
         choice.launches[0].numbers.push((Number::QueryBlocks, counts.tiles_per_head));
     }
-    kernels.beside(&mut choice, &rows, shares.row_blocks(&rows, heads));
+    let sums = SumsBeside::of_blocks(&rows, shares.row_blocks(&rows, heads));
+    kernels.beside(&mut choice, &rows, sums);
     let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
         choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;

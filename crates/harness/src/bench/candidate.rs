@@ -238,9 +238,10 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let Backward { query_block, deterministic, persistent, split, .. } = it;
+            let Backward { query_block, deterministic, persistent, split, shares, .. } = it;
             let rules = rules(it.rules, best.rules);
-            Backward { query_block, deterministic, persistent, split, rules, ..best } == it
+            let best = Backward { query_block, deterministic, persistent, split, ..best };
+            Backward { shares, rules, ..best } == it
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;

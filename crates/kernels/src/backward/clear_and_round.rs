@@ -10,19 +10,25 @@
 //! and how many have finished adding to them. A tile waits only for tiles with smaller numbers,
 //! which started earlier, so there is no deadlock.
 //!
+//! In a ragged batch the host knows neither the number of tiles nor how many a head has: both are
+//! looked up in the schedule, and heads have counters in each sequence. A tile clears a share a
+//! fixed number of tiles ahead and rounds one a fixed number behind, both further away than the
+//! longest sequence has tiles, so it still waits only for earlier tiles.
+//!
 //! One warp clears, and issues bulk copies of the sums to be rounded into shared memory; two warps
 //! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
     AtomicOrder, BF16x2, Builder, Consumer, Element, Expression, F16x2, F32, Fence, GlobalAddress,
-    Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint, U32, U64,
-    Value,
+    LoadHint, Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint,
+    U32, U64, Value,
 };
 
 use super::persistent::{Claims, Handover};
-use super::row_blocks::{RowBlocks, Vectors};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors};
 use super::tile_scheduler::{Share, TileScheduler};
 use super::{Backward, SumsLayout};
+use crate::attention::Batch;
 use crate::exchange::poll;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
@@ -53,6 +59,35 @@ enum Progress {
     Added,
 }
 
+/// What depends on whether all sequences have the same lengths.
+enum Lengths {
+    /// The number of tiles, the number of leading tiles whose shares this kernel rounds, and what
+    /// finds the rows of a query block.
+    Equal { tiles: Reg<U32>, rounded: Reg<U32>, blocks: RowBlocks },
+    /// Each tile rounds the share of the tile that comes this many earlier; the schedule has the
+    /// number of tiles. The warps that round have no registers to keep where a share's rows are:
+    /// they read it again for each chunk, from this offset in shared memory.
+    Ragged { behind: Reg<U32>, rows: u32 },
+}
+
+/// The rows that a query block is rounded to.
+enum BlockRows {
+    /// Those of a query block of the tensor.
+    Block(RowBlock),
+    /// In a ragged batch, those of a share, and the index of the query block in it.
+    Share { staged: StagedRows, block: Reg<U32> },
+}
+
+/// Where the rows of a share are, as the thread that stages it leaves it in shared memory.
+struct StagedRows {
+    /// The address of the gradient of the share's first row.
+    address: Reg<GlobalAddress>,
+    /// The number of rows from there to the end of the sequence.
+    rows: Reg<U32>,
+    /// The workspace index of the share's first query block.
+    first: Reg<U32>,
+}
+
 /// Parameters, barriers and staging memory of clearing and rounding.
 pub(super) struct ClearAndRound {
     element: Element,
@@ -60,15 +95,12 @@ pub(super) struct ClearAndRound {
     layout: SumsLayout,
     sums: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
-    tiles: Reg<U32>,
     /// The number of leading tiles whose shares are cleared before this kernel runs. Each tile
     /// clears the share of the tile that comes this many later.
     cleared: Reg<U32>,
-    /// The number of leading tiles whose shares this kernel rounds.
-    rounded: Reg<U32>,
+    lengths: Lengths,
     scale: Reg<F32>,
     gradient: Vectors,
-    blocks: RowBlocks,
     /// Signals that the sums of the tile's head have been cleared.
     ready: Mbarriers,
     /// Signals that all consumer warps have finished adding, in kernels that are not persistent.
@@ -121,18 +153,34 @@ impl ClearAndRound {
     /// `dQ`.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
+        let sums = Workspace::QueryGradientSums.address(k);
+        let counters = Workspace::Turns.address(k);
+        let tiles = (backward.batch == Batch::Equal).then(|| Number::KeyTiles.read(k));
+        let cleared = Number::ClearedTiles.read(k);
+        let rounded = if tiles.is_some() { Number::RoundedTiles } else { Number::RoundedAfter };
+        let rounded = rounded.read(k);
+        let scale = Scale::Natural.read(k);
+        let gradient = Vectors::parameters(k, Tensor::QueryGradient, backward.batch);
+        let lengths = match tiles {
+            Some(tiles) => {
+                let blocks = RowBlocks::parameters(k, &layout, backward.batch);
+                Lengths::Equal { tiles, rounded, blocks }
+            }
+            None => {
+                let rows = k.shared("rows of a share", StagedRows::BYTES, 16);
+                Lengths::Ragged { behind: rounded, rows }
+            }
+        };
         ClearAndRound {
             element: backward.element,
             head_dim: backward.head_dim,
             layout,
-            sums: Workspace::QueryGradientSums.address(k),
-            counters: Workspace::Turns.address(k),
-            tiles: Number::KeyTiles.read(k),
-            cleared: Number::ClearedTiles.read(k),
-            rounded: Number::RoundedTiles.read(k),
-            scale: Scale::Natural.read(k),
-            gradient: Vectors::parameters(k, Tensor::QueryGradient, backward.batch),
-            blocks: RowBlocks::parameters(k, &layout, backward.batch),
+            sums,
+            counters,
+            cleared,
+            lengths,
+            scale,
+            gradient,
             ready: Mbarriers::new(k, "sums cleared", 1, 1),
             added: Mbarriers::new(k, "sums added to", 1, warps),
             staging: k.shared("sums of dQ", Self::BYTES, 128),
@@ -161,6 +209,16 @@ impl ClearAndRound {
 
     /// Runs the clearing and rounding warps beside the single tile of a block.
     pub(super) fn run(&self, k: &mut Builder, scheduler: &TileScheduler) {
+        match self.lengths {
+            Lengths::Equal { .. } => self.run_tile(k, scheduler),
+            Lengths::Ragged { .. } => {
+                let (number, tiles) = (scheduler.number(k), scheduler.ragged_tiles(k));
+                k.if_(number.less(tiles), |k| self.run_tile(k, scheduler));
+            }
+        }
+    }
+
+    fn run_tile(&self, k: &mut Builder, scheduler: &TileScheduler) {
         let clears = is_clearing(k);
         k.if_else(
             clears,
@@ -170,8 +228,11 @@ impl ClearAndRound {
                 self.clear_and_stage(k, scheduler, number, &staged);
                 let leads = leads(k);
                 k.if_(leads, |k| {
-                    let added = self.added.at(k, 0);
-                    k.mbarrier_wait(added, 0, Scope::Block);
+                    // A tile without keys has nothing to add.
+                    scheduler.if_tile(k, |k| {
+                        let added = self.added.at(k, 0);
+                        k.mbarrier_wait(added, 0, Scope::Block);
+                    });
                     self.end(k, scheduler, number);
                 });
             },
@@ -230,10 +291,7 @@ impl ClearAndRound {
         let leads = leads(k);
         k.if_(leads, |k| {
             let (tile, _) = scheduler.tile_and_part(k, number);
-            k.if_(tile.at_least(self.cleared), |k| {
-                let share = scheduler.share(k, tile);
-                self.wait(k, share.head, Progress::Cleared, scheduler.key_blocks_of_head());
-            });
+            self.wait_for_zeros(k, scheduler, tile);
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
@@ -242,15 +300,34 @@ impl ClearAndRound {
         let leads = k.lane().equals(0);
         k.if_(leads, |k| {
             self.if_earlier(k, scheduler, number, |k, share| {
-                self.wait(k, share.head, Progress::Added, scheduler.key_blocks_of_head());
+                self.wait(k, share, Progress::Added, share.tiles);
                 self.stage(k, share, staged);
             });
             // Counted this late, when the zeros have long been written, so that the release does
             // not wait for them.
             self.if_later(k, scheduler, number, |k, share| {
-                self.count(k, share.head, Progress::Cleared);
+                self.count(k, share, Progress::Cleared);
             });
         });
+    }
+
+    /// Waits until the shares of a tile's head that this kernel clears have been cleared; called by
+    /// one thread.
+    fn wait_for_zeros(&self, k: &mut Builder, scheduler: &TileScheduler, tile: Reg<U32>) {
+        match self.lengths {
+            // Of a head's tiles, all or none are among the leading ones.
+            Lengths::Equal { .. } => k.if_(tile.at_least(self.cleared), |k| {
+                let share = scheduler.share(k, tile);
+                self.wait(k, &share, Progress::Cleared, share.tiles);
+            }),
+            Lengths::Ragged { .. } => {
+                let share = scheduler.share(k, tile);
+                // The index of a head's counters is that of its first tile.
+                let (first, end) = (share.counters, k.eval(share.counters + share.tiles));
+                let here = k.eval(end.maximum(self.cleared) - first.maximum(self.cleared));
+                k.if_(here.greater(0), |k| self.wait(k, &share, Progress::Cleared, here));
+            }
+        }
     }
 
     /// Emits `body` with the share of a later tile, under the condition that this tile clears it.
@@ -263,7 +340,11 @@ impl ClearAndRound {
     ) {
         let (tile, part) = scheduler.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
-        k.if_(part.equals(0) & later.less(self.tiles), |k| {
+        let tiles = match &self.lengths {
+            Lengths::Equal { tiles, .. } => *tiles,
+            Lengths::Ragged { .. } => scheduler.ragged_tiles(k),
+        };
+        k.if_(part.equals(0) & later.less(tiles), |k| {
             let share = scheduler.share(k, later);
             body(k, &share);
         });
@@ -279,7 +360,10 @@ impl ClearAndRound {
         body: impl FnOnce(&mut Builder, &Share),
     ) {
         let (tile, part) = scheduler.tile_and_part(k, number);
-        let behind = k.eval(self.tiles - self.rounded);
+        let behind = match &self.lengths {
+            Lengths::Equal { tiles, rounded, .. } => k.eval(*tiles - *rounded),
+            Lengths::Ragged { behind, .. } => *behind,
+        };
         k.if_(part.equals(0) & tile.at_least(behind), |k| {
             let earlier = k.eval(tile - behind);
             let share = scheduler.share(k, earlier);
@@ -287,29 +371,33 @@ impl ClearAndRound {
         });
     }
 
-    /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
-    /// thread.
+    /// Counts a tile as finished with adding; called by one thread. With equal lengths, only where
+    /// this kernel rounds its share: in a ragged batch that would have to be looked up first.
     fn end(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>) {
         let (tile, _) = scheduler.tile_and_part(k, number);
-        k.if_(tile.less(self.rounded), |k| {
+        let count = |k: &mut Builder| {
             let share = scheduler.share(k, tile);
-            self.count(k, share.head, Progress::Added);
-        });
+            self.count(k, &share, Progress::Added);
+        };
+        match &self.lengths {
+            Lengths::Equal { rounded, .. } => k.if_(tile.less(*rounded), count),
+            Lengths::Ragged { .. } => count(k),
+        }
     }
 
-    fn counter(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) -> Reg<GlobalAddress> {
-        k.eval(self.counters + head.convert::<U64>() * 8 + 4 * progress as u64)
+    fn counter(&self, k: &mut Builder, share: &Share, progress: Progress) -> Reg<GlobalAddress> {
+        k.eval(self.counters + share.counters.convert::<U64>() * 8 + 4 * progress as u64)
     }
 
     /// Increments a counter with release semantics; called by one thread.
-    fn count(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) {
-        let counter = self.counter(k, head, progress);
+    fn count(&self, k: &mut Builder, share: &Share, progress: Progress) {
+        let counter = self.counter(k, share, progress);
         k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, AtomicOrder::Release);
     }
 
     /// Polls a counter until it has reached `all`; called by one thread.
-    fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
-        let counter = self.counter(k, head, progress);
+    fn wait(&self, k: &mut Builder, share: &Share, progress: Progress, all: Reg<U32>) {
+        let counter = self.counter(k, share, progress);
         poll(k, counter, SLEEP, |counted| counted.equals(all));
     }
 
@@ -339,6 +427,14 @@ impl ClearAndRound {
         // Orders the other blocks' additions, which the counter made visible, before reads by the
         // copy engine.
         k.fence(Fence::ProxyAsyncGlobal);
+        if let (Lengths::Ragged { rows: at, .. }, Some(rows)) = (&self.lengths, &share.rows) {
+            // A thread block rounds one share, so nothing reads the rows of another here.
+            let block = rows.row_block(k, share.first);
+            let row = k.eval(block.first_row(self.layout.query_block));
+            let address = self.gradient.row(k, self.element, &block, row);
+            let rows = k.eval(block.query_length - row);
+            StagedRows { address, rows, first: share.first }.store(k, *at);
+        }
         self.every_chunk(k, share, |k, chunk| {
             let stage = staged.acquire(k);
             let full = staged.expect(k, CHUNK);
@@ -398,7 +494,15 @@ impl ClearAndRound {
         let per_part = self.layout.part_bytes() / CHUNK;
         let number = k.eval(chunk / self.chunks());
         let part = chunk % self.chunks() / per_part;
-        let block = self.blocks.find(k, number);
+        let block = match &self.lengths {
+            Lengths::Equal { blocks, .. } => BlockRows::Block(blocks.find(k, number)),
+            Lengths::Ragged { rows, .. } => {
+                let staged = StagedRows::load(k, *rows);
+                let block = k.eval(number - staged.first);
+                BlockRows::Share { staged, block }
+            }
+        };
+        let length = block.length();
 
         let (lane, thread) = (k.lane(), k.thread_index());
         let (down, right, rows) = (lane % 2, lane / 2 % 2, lane / 4 % 4);
@@ -413,13 +517,13 @@ impl ClearAndRound {
             (row + part * part_queries, column)
         };
         let row = k.eval(row);
-        let to = self.gradient.row(k, self.element, &block, row);
+        let to = block.row(k, &self.gradient, self.element, row);
         let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
         // A column beyond the head dimension is treated as a row beyond the sequence, which saves a
         // register.
         let row = if self.head_dim < columns {
             let has_column = to_column.less(self.head_dim);
-            k.eval(has_column.select::<U32>(row, block.query_length))
+            k.eval(has_column.select::<U32>(row, length))
         } else {
             row
         };
@@ -440,7 +544,7 @@ impl ClearAndRound {
                 let pair = self.pack(k, pair);
                 k.permute_bytes(pair, pair, order)
             });
-            let exists = (row + 8 * group).less(block.query_length);
+            let exists = (row + 8 * group).less(length);
             k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
             k.set(to, to + rows_bytes);
         }
@@ -458,5 +562,58 @@ impl ClearAndRound {
                 k.eval(pair.reinterpret::<U32>())
             }
         }
+    }
+}
+
+impl BlockRows {
+    /// Returns the first row of the query block, in its sequence or in the share.
+    fn first_row(&self, query_block: u32) -> Value<U32> {
+        match self {
+            BlockRows::Block(block) => block.first_row(query_block),
+            BlockRows::Share { block, .. } => *block * query_block,
+        }
+    }
+
+    /// Returns the number of rows, counted like [`first_row`](BlockRows::first_row).
+    fn length(&self) -> Reg<U32> {
+        match self {
+            BlockRows::Block(block) => block.query_length,
+            BlockRows::Share { staged, .. } => staged.rows,
+        }
+    }
+
+    /// Returns the address of a row's gradient.
+    fn row(
+        &self,
+        k: &mut Builder,
+        gradient: &Vectors,
+        element: Element,
+        row: Reg<U32>,
+    ) -> Reg<GlobalAddress> {
+        match self {
+            BlockRows::Block(block) => gradient.row(k, element, block, row),
+            BlockRows::Share { staged, .. } => {
+                let row_bytes = gradient.row_bytes(k, element, 1);
+                k.eval(staged.address + row.convert::<U64>() * row_bytes)
+            }
+        }
+    }
+}
+
+impl StagedRows {
+    /// Bytes of shared memory.
+    const BYTES: u32 = 16;
+
+    fn store(&self, k: &mut Builder, offset: u32) {
+        let at = k.shared_address(offset);
+        k.store(at, self.address);
+        k.store_vector(at + 8, &[self.rows, self.first], StoreHint::default());
+    }
+
+    fn load(k: &mut Builder, offset: u32) -> Self {
+        let at = k.shared_address(offset);
+        let address = k.load::<GlobalAddress, _>(at);
+        let [rows, first] = k.load_vector::<U32, _, 2>(at + 8, LoadHint::default());
+        StagedRows { address, rows, first }
     }
 }

@@ -85,7 +85,8 @@ pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
 pub use tuned::{
-    every_backward, persistent_backward, split_backward, tall_backward, tuned_backward,
+    every_backward, persistent_backward, sharing_backward, split_backward, tall_backward,
+    tuned_backward,
 };
 
 use ptx::{
@@ -136,6 +137,10 @@ pub struct Backward {
     pub persistent: bool,
     /// Whether the tiles of an incomplete last wave are split into parts.
     pub split: bool,
+    /// Over ragged batches, whether tiles clear and round shares of the `dQ` workspace while the
+    /// products run, as those of equal lengths always do where they can. Each query head must have
+    /// keys of its own: with grouped heads separate launches are faster.
+    pub shares: bool,
 }
 
 /// Named barriers of the thread block. Barrier 0 joins all of its threads.
@@ -223,8 +228,9 @@ impl Backward {
         let batch = self.batch.suffix();
         let persistent = if self.persistent { "_persistent" } else { "" };
         let split = if self.split { "_split" } else { "" };
+        let shares = if self.shares { "_shares" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
-        let form = format!("{tile}{mode}{batch}{persistent}{split}");
+        let form = format!("{tile}{mode}{batch}{persistent}{split}{shares}");
         format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{form}")
     }
 
@@ -337,15 +343,22 @@ impl Backward {
         self.query_block / PART * (self.group_keys() / ROWS)
     }
 
-    /// Returns whether the `dQ` workspace is cleared and rounded while the products run: where all
-    /// heads have the same number of tiles, `dQ` is added in any order, and shared memory has room.
+    /// Returns whether the `dQ` workspace is cleared and rounded while the products run: where
+    /// `dQ` is added in any order, and shared memory has room.
     fn clears_and_rounds(&self) -> bool {
-        self.batch == Batch::Equal
-            && !self.deterministic
+        if self.batch != Batch::Equal {
+            return self.shares;
+        }
+        !self.deterministic
             && self.rules.mask_function.is_none()
             && self.shape() != Shape::Wide
             // Persistent kernels with windows have no registers left for it.
             && !(self.persistent && self.rules.mask == MaskKind::Local)
+    }
+
+    /// Returns whether tiles of a ragged batch can clear and round shares of the `dQ` workspace.
+    pub(super) fn may_have_shares(&self) -> bool {
+        self.batch == Batch::Ragged && !self.deterministic && self.shape() == Shape::Square
     }
 
     /// Returns the backward pass that this kernel is the main part of.
@@ -428,6 +441,10 @@ impl Backward {
             (
                 self.split && !(self.may_be_persistent() && self.rules.mask == MaskKind::Dense),
                 "tiles are cut into parts where all are alike, in no order, and heads are not wide",
+            ),
+            (
+                self.shares && !self.may_have_shares(),
+                "tiles have shares of sums over ragged batches, in no order, and heads are not wide",
             ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
@@ -569,6 +586,12 @@ impl Backward {
             clear_and_round: clear_and_round.then(|| ClearAndRound::parameters(k, self, warps)),
         }
     }
+}
+
+/// Returns how the name of a kernel before or after the products ends, where tiles of this many
+/// keys have shares of the `dQ` sums.
+fn shares_suffix(shares: Option<u32>) -> String {
+    shares.map_or_else(String::new, |keys| format!("_shares{keys}"))
 }
 
 impl Shared {

@@ -96,6 +96,12 @@ impl BackwardPass {
         self.batch == Batch::Equal && self.rules.mask_function.is_some()
     }
 
+    /// Returns the keys of a tile, where tiles of a ragged batch clear and round shares of the `dQ`
+    /// sums.
+    pub fn shares(&self) -> Option<u32> {
+        (self.clear_and_round && self.batch != Batch::Equal).then_some(self.key_block)
+    }
+
     /// Returns the bytes of a query block's statistics: two `f32` for each row.
     pub const fn statistics_bytes(&self) -> u32 {
         2 * 4 * self.query_block
@@ -108,7 +114,8 @@ impl BackwardPass {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
-            counters: self.deterministic || self.clear_and_round,
+            counters: self.deterministic || (self.clear_and_round && self.batch == Batch::Equal),
+            shares: self.shares(),
             batch: self.batch,
         }
     }
@@ -120,6 +127,7 @@ impl BackwardPass {
             element: self.element,
             head_dim: self.head_dim,
             sums: self.sums_layout(),
+            shares: self.shares(),
             batch: self.batch,
         }
     }

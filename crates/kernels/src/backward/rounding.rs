@@ -10,8 +10,9 @@ use ptx::{
     SharedAddress, StoreHint, Target, U32, U64, Value,
 };
 
+use super::ragged::DividedShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout};
+use super::{Backward, SumsLayout, shares_suffix};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
@@ -40,17 +41,29 @@ pub struct Rounding {
     pub head_dim: u32,
     /// The layout of the sums.
     pub sums: SumsLayout,
+    /// The keys of a tile, where tiles of a ragged batch round shares of the sums: then this kernel
+    /// rounds only those of the last tiles.
+    pub shares: Option<u32>,
     /// How sequences are stored.
     pub batch: Batch,
+}
+
+/// The query blocks that are rounded.
+enum Blocks {
+    /// All that the main kernel has not rounded.
+    All(RowBlocks),
+    /// Those of the last tiles' shares.
+    LastShares(DividedShares),
 }
 
 impl Rounding {
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
-        let Rounding { target, element, head_dim, sums, batch } = self;
+        let Rounding { target, element, head_dim, sums, shares, batch } = self;
         let SumsLayout { query_block, columns, part_queries } = sums;
         let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch.suffix());
-        format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
+        let shares = shares_suffix(*shares);
+        format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}{shares}")
     }
 
     /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
@@ -67,6 +80,7 @@ impl Rounding {
             batch: self.batch,
             persistent: false,
             split: false,
+            shares: self.shares.is_some(),
         };
         if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
@@ -86,7 +100,8 @@ impl Rounding {
         self.sums.parts() * query_blocks
     }
 
-    /// Builds the kernel. The grid has one thread block for each part of each query block.
+    /// Builds the kernel. The grid has one thread block for each part of each query block; where
+    /// tiles have shares, several for each part of each of the last tiles' shares.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -118,7 +133,13 @@ impl Rounding {
         let gradient = Vectors::parameters(k, Tensor::QueryGradient, self.batch);
         let sums = Workspace::QueryGradientSums.address(k);
         let scale = Scale::Natural.read(k);
-        let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
+        let blocks = match self.shares {
+            None => Blocks::All(RowBlocks::parameters(k, &self.sums, self.batch)),
+            Some(keys) => {
+                let shares = DividedShares::parameters(k, self.sums.query_block, keys);
+                Blocks::LastShares(shares)
+            }
+        };
         let queries = self.sums.part_queries;
         // Rows of 64 columns are padded, so that neighbours in a column are in different banks.
         let row_bytes = (COLUMNS + CHUNK) * 2;
@@ -126,9 +147,11 @@ impl Rounding {
         let shared = k.shared_address(shared);
 
         let parts = self.sums.parts();
-        let rounded = Number::RoundedBlocks.read(k);
+        let rounded = self.shares.is_none().then(|| Number::RoundedBlocks.read(k));
         let (index, thread) = (index_from_last(k), k.thread_index());
-        let (index, part) = (k.eval(index / parts + rounded), k.eval(index % parts));
+        let first = index / parts;
+        let first = if let Some(rounded) = rounded { first + rounded } else { first };
+        let (index, part) = (k.eval(first), k.eval(index % parts));
         // In a ragged batch only rows that exist are read (`rows`).
         let stage = |k: &mut Builder, number: Reg<U32>, rows: Option<Reg<U32>>| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
@@ -182,21 +205,39 @@ impl Rounding {
                 });
             }
         };
-        if self.batch == Batch::Equal {
-            stage(k, index, None);
-            let block = blocks.find(k, index);
-            let first_row = first_row(k, &block);
-            store(k, &block, first_row);
-        } else {
-            // Query blocks without rows have no sums to read: nothing cleared them or added to
-            // them.
-            let block = blocks.find(k, index);
-            let first_row = first_row(k, &block);
+        // Query blocks without rows have no sums to read: nothing cleared them or added to them.
+        let round_rows = |k: &mut Builder, block: &RowBlock| {
+            let first_row = first_row(k, block);
             k.if_(first_row.less(block.query_length), |k| {
                 let rows = k.eval(block.query_length - first_row);
                 stage(k, block.number, Some(rows));
-                store(k, &block, first_row);
+                store(k, block, first_row);
             });
+        };
+        match blocks {
+            Blocks::All(blocks) if self.batch == Batch::Equal => {
+                stage(k, index, None);
+                let block = blocks.find(k, index);
+                let first_row = first_row(k, &block);
+                store(k, &block, first_row);
+            }
+            Blocks::All(blocks) => {
+                let block = blocks.find(k, index);
+                round_rows(k, &block);
+            }
+            Blocks::LastShares(shares) => {
+                let after = Number::RoundedAfter.read(k);
+                let [from_last, turn] = shares.locate(k, index);
+                let tiles = shares.tiles(k);
+                k.if_(from_last.less(after.minimum(tiles)), |k| {
+                    let tile = k.eval(tiles - 1 - from_last);
+                    shares.every_block(k, [tile, turn], |k, block| {
+                        round_rows(k, block);
+                        // All threads have read the staged rows before the next ones replace them.
+                        k.block_sync();
+                    });
+                });
+            }
         }
     }
 }

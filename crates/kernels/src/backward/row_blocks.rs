@@ -151,6 +151,17 @@ impl RowBlocks {
 }
 
 impl RowBlock {
+    /// Returns a query block of one head of a sequence in a ragged batch, whose queries begin at
+    /// row `start` of the tensor.
+    pub(super) fn ragged(
+        number: Reg<U32>,
+        [head, block]: [Reg<U32>; 2],
+        sequence: Reg<U32>,
+        [start, query_length]: [Reg<U32>; 2],
+    ) -> Self {
+        RowBlock { number, block, head, query_length, place: RowPlace::Ragged { sequence, start } }
+    }
+
     /// Returns the first row of the block within its sequence.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block

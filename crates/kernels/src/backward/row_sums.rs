@@ -5,12 +5,13 @@
 use std::f32::consts::LOG2_E;
 
 use ptx::{
-    Builder, Element, Expression, F32, GlobalAddress, Program, Reg, Select, StoreHint, Target, U32,
-    U64, Value,
+    Axis, Builder, Element, Expression, F32, GlobalAddress, Program, Reg, Select, SpecialRegister,
+    StoreHint, Target, U32, U64, Value,
 };
 
+use super::ragged::DividedShares;
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout};
+use super::{Backward, SumsLayout, shares_suffix};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
@@ -38,6 +39,9 @@ pub struct RowSums {
     pub sums: SumsLayout,
     /// Whether it also clears counters: two for each query block.
     pub counters: bool,
+    /// The keys of a tile, where tiles of a ragged batch clear shares of the sums: then this kernel
+    /// clears only those of the first tiles, and two counters for each tile.
+    pub shares: Option<u32>,
     /// How sequences are stored.
     pub batch: Batch,
 }
@@ -45,11 +49,11 @@ pub struct RowSums {
 impl RowSums {
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, counters, batch } = self;
+        let RowSums { target, element, value_head_dim, sums, counters, shares, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
         let (counters, batch) = (if *counters { "_counters" } else { "" }, batch.suffix());
-        let sums = format!("{query_block}x{columns}");
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
+        let (sums, shares) = (format!("{query_block}x{columns}"), shares_suffix(*shares));
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}{shares}")
     }
 
     /// Returns some configuration of a main kernel that this kernel may precede, if there is one.
@@ -64,12 +68,13 @@ impl RowSums {
             batch: self.batch,
             persistent: false,
             split: false,
+            shares: self.shares.is_some(),
         };
         if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // More rules may need smaller query blocks.
-        let RowSums { target, element, value_head_dim: value, sums, counters, batch } = *self;
+        let RowSums { target, element, value_head_dim: value, sums, counters, batch, .. } = *self;
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
             mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
         });
@@ -99,9 +104,12 @@ impl RowSums {
         let sums = Workspace::QueryGradientSums.address(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
-        let cleared = Number::ClearedBlocks.read(k);
+        let cleared = self.shares.is_none().then(|| Number::ClearedBlocks.read(k));
         let counters = self.counters.then(|| Workspace::Turns.address(k));
         let (index, thread) = (index_from_last(k), k.thread_index());
+        if let Some(key_block) = self.shares {
+            self.clear_shares(k, key_block, sums, index, thread);
+        }
         let empty = |k: &mut Builder, number: Reg<U32>| {
             if let Some(counters) = counters {
                 let counter = k.eval(counters + number.convert::<U64>() * 8);
@@ -110,7 +118,9 @@ impl RowSums {
                     k.store_vector(counter, &[zero; 2], StoreHint::default());
                 });
             }
-            k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
+            if let Some(cleared) = cleared {
+                k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
+            }
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
             self.statistics(k, [&output, &gradient], &lse, block, thread, statistics);
@@ -190,6 +200,33 @@ impl RowSums {
                 });
             }
         }
+    }
+
+    /// Clears the shares of the first tiles, and the counters of all tiles that there is room for.
+    fn clear_shares(
+        &self,
+        k: &mut Builder,
+        key_block: u32,
+        sums: Reg<GlobalAddress>,
+        index: Reg<U32>,
+        thread: Reg<U32>,
+    ) {
+        let counters = Workspace::Turns.address(k);
+        let (room, cleared) = (Number::KeyTiles.read(k), Number::ClearedTiles.read(k));
+        let shares = DividedShares::parameters(k, self.sums.query_block, key_block);
+        let blocks = k.special(SpecialRegister::GridExtent(Axis::X));
+        let first = k.eval(index * THREADS + thread);
+        k.for_range(first, room, blocks * THREADS, |k, tile| {
+            let counter = k.eval(counters + tile.convert::<U64>() * 8);
+            let zero = k.eval::<U32>(0);
+            k.store_vector(counter, &[zero; 2], StoreHint::default());
+        });
+        let tiles = shares.tiles(k);
+        let end = k.eval(cleared.minimum(tiles) * shares.blocks_per_share());
+        k.for_range(index, end, blocks, |k, index| {
+            let turn = shares.locate(k, index);
+            shares.every_block(k, turn, |k, block| self.clear(k, sums, block.number, thread));
+        });
     }
 
     /// Clears the sums of a query block.

@@ -64,6 +64,7 @@ impl SinkGradients {
             batch: self.batch,
             persistent: false,
             split: false,
+            shares: false,
         };
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

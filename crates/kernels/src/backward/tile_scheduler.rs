@@ -12,7 +12,7 @@ use super::BackwardPass;
 use super::lists::Listed;
 use super::order::{AlternatingWaves, Direction, Order, Turn};
 use super::persistent::Posted;
-use super::ragged::{Ragged, Slice};
+use super::ragged::{Ragged, ShareRows, Slice};
 use super::split::Split;
 use crate::attention::Batch;
 use crate::attention::function::blocks::{BlockLists, needs_function};
@@ -68,10 +68,14 @@ pub(crate) struct Tile {
 /// A tile's share of the query blocks of its key head, which it clears or rounds: those with
 /// workspace indices from `first` to before `end`.
 pub(super) struct Share {
-    /// The key head, counted over all sequences.
-    pub(super) head: Reg<U32>,
+    /// The index of the key head's counters.
+    pub(super) counters: Reg<U32>,
+    /// The number of tiles that have a share of the same key head's query blocks.
+    pub(super) tiles: Reg<U32>,
     pub(super) first: Reg<U32>,
     pub(super) end: Reg<U32>,
+    /// In a ragged batch, the rows of the share.
+    pub(super) rows: Option<ShareRows>,
 }
 
 /// The current step of a tile's walk.
@@ -237,18 +241,19 @@ impl TileScheduler {
         key_blocks.divide(k, tile)
     }
 
-    /// Returns the number of key blocks of a head; for equal lengths only.
-    pub(super) fn key_blocks_of_head(&self) -> Reg<U32> {
+    /// Returns the number of tiles of a ragged batch; the grid may have more blocks.
+    pub(super) fn ragged_tiles(&self, k: &mut Builder) -> Reg<U32> {
         match &self.sequences {
-            Sequences::Equal { key_blocks, .. } => key_blocks.number,
-            Sequences::Ragged(_) => unreachable!("ragged batches have no shares"),
+            Sequences::Equal { .. } => unreachable!("the host knows the tiles of equal lengths"),
+            Sequences::Ragged(ragged) => ragged.schedule.tiles(k, &self.key_heads),
         }
     }
 
-    /// Returns a tile's share of the query blocks of its key head; for equal lengths only.
+    /// Returns a tile's share of the query blocks of its key head.
     pub(super) fn share(&self, k: &mut Builder, tile: Reg<U32>) -> Share {
-        let Sequences::Equal { key_blocks, .. } = &self.sequences else {
-            unreachable!("ragged batches have no shares")
+        let key_blocks = match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => key_blocks,
+            Sequences::Ragged(ragged) => return ragged.schedule.share(k, &self.key_heads, tile),
         };
         let (head, key_block) = self.key_block_of(k, tile, key_blocks);
         let blocks = k.eval(self.query_blocks() * self.group);
@@ -257,7 +262,8 @@ impl TileScheduler {
         let first = k.eval((key_block * each).minimum(blocks));
         let end = k.eval((first + each).minimum(blocks));
         let begin = k.eval(head * blocks);
-        Share { head, first: k.eval(begin + first), end: k.eval(begin + end) }
+        let [first, end] = [first, end].map(|it| k.eval(begin + it));
+        Share { counters: head, tiles: key_blocks.number, first, end, rows: None }
     }
 
     /// Returns the first key of this block's tile.
@@ -346,7 +352,7 @@ impl TileScheduler {
             Sequences::Equal { lengths, .. } => {
                 (lengths[0] + (self.query_block - 1)) / self.query_block
             }
-            Sequences::Ragged(ragged) => ragged.query_blocks.into(),
+            Sequences::Ragged(ragged) => ragged.schedule.query_blocks.into(),
         }
     }
 

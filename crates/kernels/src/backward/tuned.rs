@@ -26,6 +26,7 @@ pub fn tuned_backward(
         batch: Batch::Equal,
         persistent: false,
         split: false,
+        shares: false,
     };
     Some(tuned)
 }
@@ -55,8 +56,17 @@ pub fn split_backward(tuned: Backward) -> Option<Backward> {
     (measured && plain).then_some(Backward { split: true, ..tuned })
 }
 
+/// Returns the variant over ragged batches whose tiles clear and round shares of the `dQ`
+/// workspace, where there is one. It is faster where each query head has keys of its own. Rules that
+/// change scores, and functions, have not been measured with it.
+pub fn sharing_backward(tuned: Backward) -> Option<Backward> {
+    let Rules { mask, sinks, .. } = tuned.rules;
+    let measured = tuned.rules == Rules { mask, sinks, ..Rules::DENSE };
+    (measured && tuned.may_have_shares()).then_some(Backward { shares: true, ..tuned })
+}
+
 /// Returns every configuration that the functions above choose for an element type and rules, at
-/// representative head dimensions.
+/// representative head dimensions and with equal lengths.
 pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
     [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64), (256, 256), (192, 128)]
         .into_iter()

@@ -5,7 +5,7 @@
 
 use kernels::append::Rotary;
 use kernels::attention::function::Function;
-use kernels::backward::{Rounding, RowSums, SinkGradients};
+use kernels::backward::{BackwardPass, Rounding, RowSums, SinkGradients};
 use kernels::decode::Splits;
 use kernels::forward::Form;
 use kernels::mma::BackwardMma;
@@ -150,8 +150,9 @@ fn combines() -> [Combine; 2] {
     [wide, Combine { partial: element, value_head_dim: 8, ..wide }]
 }
 
-fn sequencers() -> [Sequencer; 3] {
-    [Tiles::Queries(MaskKind::Local), Tiles::Queries(MaskKind::Chunked), Tiles::Keys]
+fn sequencers() -> [Sequencer; 4] {
+    let [local, chunked] = [MaskKind::Local, MaskKind::Chunked].map(Tiles::Queries);
+    [local, chunked, Tiles::Keys, Tiles::KeysOrQueries]
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
@@ -167,10 +168,10 @@ fn listed(block: i32) -> Rules {
 }
 
 /// Returns backward kernels with: steps of two parts in two stages, and of one part in three;
-/// deterministic order; wide heads shared by two warpgroups; larger key blocks; a ragged batch;
-/// persistent blocks, under a window and with warps that clear and round dQ; split tiles; and block
-/// lists, in any order and deterministic.
-fn backwards() -> [Backward; 11] {
+/// deterministic order; wide heads shared by two warpgroups; larger key blocks; a ragged batch,
+/// without and with warps that clear and round dQ; persistent blocks, under a window and with such
+/// warps; split tiles; and block lists, in any order and deterministic.
+fn backwards() -> [Backward; 12] {
     let narrow = Backward {
         element: Element::BF16,
         head_dim: 16,
@@ -181,6 +182,7 @@ fn backwards() -> [Backward; 11] {
         deterministic: false,
         persistent: false,
         split: false,
+        shares: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     let small = Backward { query_block: 64, ..narrow };
@@ -191,6 +193,7 @@ fn backwards() -> [Backward; 11] {
         Backward { head_dim: 136, value_head_dim: 24, ..small },
         Backward { rules: Rules::DENSE, ..small },
         Backward { batch: Batch::Ragged, ..narrow },
+        Backward { batch: Batch::Ragged, shares: true, ..narrow },
         // Under a window some tiles are seen by no query.
         Backward { rules: Rules::LOCAL, persistent: true, ..narrow },
         Backward { persistent: true, ..narrow },
@@ -221,14 +224,19 @@ fn backward_mmas() -> [BackwardMma; 4] {
     })
 }
 
-fn row_sums() -> [RowSums; 2] {
-    let [narrow, wide, ..] = backwards();
-    [narrow, wide].map(|it| it.pass().row_sums())
+/// Returns the passes that stand for the kernels before and after the products: over equal lengths,
+/// and over a ragged batch whose tiles clear and round dQ.
+fn passes() -> [BackwardPass; 3] {
+    let [narrow, wide, _, _, _, _, sharing, ..] = backwards();
+    [narrow, wide, sharing].map(|it| it.pass())
 }
 
-fn roundings() -> [Rounding; 2] {
-    let [narrow, wide, ..] = backwards();
-    [narrow, wide].map(|it| it.pass().rounding())
+fn row_sums() -> [RowSums; 3] {
+    passes().map(|it| it.row_sums())
+}
+
+fn roundings() -> [Rounding; 3] {
+    passes().map(|it| it.rounding())
 }
 
 fn sink_gradients() -> [SinkGradients; 2] {

@@ -189,16 +189,14 @@ impl Call {
     /// key blocks; in a ragged batch with short and empty sequences as well.
     fn small_backward(kernel: Configuration, [rows, block]: [u32; 2], batch: Batch) -> Self {
         let [queries, keys] = [2 * rows as usize + 5, block as usize + 3];
+        let heads = small_heads(&kernel);
         if batch == Batch::Equal {
-            return Call::new(kernel, 1, [queries, keys], [2, 1]);
+            return Call::new(kernel, 1, [queries, keys], heads);
         }
         let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0])
             .over(PlacementKind::PackedWithGaps);
-        Call::ragged(
-            kernel,
-            Ragged { query_place: PlacementKind::PackedWithGaps, ..ragged },
-            [2, 1],
-        )
+        let ragged = Ragged { query_place: PlacementKind::PackedWithGaps, ..ragged };
+        Call::ragged(kernel, ragged, heads)
     }
 
     /// Creates a call for a companion kernel of the backward pass, with `queries` queries of
@@ -212,7 +210,37 @@ impl Call {
             }
             other => other,
         };
-        Call::new(kernel, 2, [queries, 21], [2, 1])
+        Call::new(kernel, 2, [queries, 21], small_heads(&kernel))
+    }
+}
+
+impl Call {
+    /// Creates calls for a companion kernel of the backward pass whose tiles have shares of query
+    /// blocks of `rows` rows: shares of more query blocks than there are thread blocks for, of one
+    /// and of none, of queries without keys. The companion clears or rounds some of them, or all.
+    pub(super) fn for_shares(kernel: Configuration, rows: usize) -> impl Iterator<Item = Self> {
+        let batches = [
+            (vec![4 * rows + 5, 1, 0, 3], vec![5, 300, 300, 0], 2),
+            (vec![9, rows + 1, 2 * rows - 3, 1], vec![1, 0, 130, 7], 3),
+            (vec![3 * rows, 2 * rows + 1], vec![3 * rows, 2 * rows + 1], 2),
+        ];
+        batches.into_iter().flat_map(move |(queries, keys, heads)| {
+            let ragged = Ragged {
+                query_place: PlacementKind::Packed,
+                ..Ragged::new(queries, keys).over(PlacementKind::Packed)
+            };
+            let call = Call::ragged(kernel, ragged, [heads, heads]);
+            [1, 8].map(|it| call.clone().with_multiprocessors(it))
+        })
+    }
+}
+
+/// Returns the `[query heads, key heads]` of small calls of a backward kernel: two that share keys,
+/// if the kernel allows it.
+fn small_heads(kernel: &Configuration) -> [usize; 2] {
+    match kernel {
+        Configuration::Backward(Backward { shares: true, .. }) => [2, 2],
+        _ => [2, 1],
     }
 }
 

@@ -43,7 +43,7 @@ impl Scene {
     ) -> Result<Self, SceneError> {
         let mask = match sequencer.tiles {
             Tiles::Queries(mask) => mask,
-            Tiles::Keys => return Scene::key_sequencer(sequencer, ragged),
+            Tiles::Keys | Tiles::KeysOrQueries => return Scene::key_sequencer(sequencer, ragged),
         };
         let Prefill { tile, .. } = every_prefill()[0];
         let rules = Rules { mask, ..Rules::LOCAL };
@@ -69,11 +69,12 @@ impl Scene {
 
     /// Creates a scene that orders key tiles of 128 keys, as before the backward pass.
     fn key_sequencer(sequencer: Sequencer, ragged: &Ragged) -> Result<Self, SceneError> {
+        let shares = sequencer.tiles == Tiles::KeysOrQueries;
         let backward = tuned_backward(Element::BF16, 64, 64, Rules::CAUSAL)
-            .map(|it| Backward { batch: Batch::Ragged, ..it })
+            .map(|it| Backward { batch: Batch::Ragged, shares, ..it })
             .ok_or_else(|| SceneError::Size("no backward pass is tuned".to_owned()))?;
         let call = Call::ragged(Configuration::Backward(backward), ragged.clone(), [1, 1]);
-        let words = Sequencer::key_schedule(backward.key_block(), &slices(ragged)?);
+        let words = Sequencer::key_schedule(backward.key_block(), shares, &slices(ragged)?);
         Scene::first_launch(sequencer, call, words, format!("{ragged}, tiles of keys"))
     }
 

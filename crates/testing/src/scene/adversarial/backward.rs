@@ -1,7 +1,7 @@
 //! Mutation scenes of the backward kernels, over batches of equal lengths and ragged ones.
 
 use flashcore::Mask;
-use kernels::{Batch, Configuration, MaskKind};
+use kernels::{Backward, Batch, Configuration, MaskKind};
 
 use super::{Call, KeyMagnitudes, PlacementKind, Ragged};
 
@@ -14,11 +14,11 @@ pub(super) fn calls(
     (mask, batch): (MaskKind, Batch),
 ) -> Vec<Call> {
     let [rows, keys] = tile.map(|it| it as usize);
+    let scale = 2.0 / (head_dim as f32).sqrt();
     if batch != Batch::Equal {
-        return ragged(kernel, rows, keys);
+        return ragged(kernel, rows, keys, scale);
     }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
-    let scale = 2.0 / (head_dim as f32).sqrt();
     let mut all = vec![
         call([rows - 1, keys + 40], [2, 1]),
         // As many keys as queries, so that no mask leaves few steps; coprime numbers of blocks and
@@ -131,20 +131,38 @@ pub(super) fn calls(
 }
 
 /// Returns calls over ragged batches, in which some sequences have no queries, no keys, or neither.
-fn ragged(kernel: Configuration, rows: usize, block: usize) -> Vec<Call> {
+fn ragged(kernel: Configuration, rows: usize, block: usize, scale: f32) -> Vec<Call> {
+    let shares = matches!(kernel, Configuration::Backward(Backward { shares: true, .. }));
     let call = |queries: Vec<usize>, keys: Vec<usize>, query_place, key_place, heads| {
         let ragged = Ragged::new(queries, keys).over(key_place);
+        let [query_heads, key_heads] = heads;
+        let heads = [query_heads, if shares { query_heads } else { key_heads }];
         Call::ragged(kernel, Ragged { query_place, ..ragged }, heads)
     };
     let (packed, apart, padded) =
         (PlacementKind::Packed, PlacementKind::PackedWithGaps, PlacementKind::Padded);
     let hostile =
         call(vec![rows, 0, 1, rows - 1], vec![block, 0, 2 * block, 1], packed, apart, [2, 1]);
-    vec![
+    let mut all = vec![
         call(vec![1, 5 * rows - 7, 0, 3], vec![1, block, 9, 0], packed, packed, [2, 2]),
         call(vec![rows - 1, 2 * rows, rows + 1], vec![block + 40, 70, 3], apart, padded, [4, 2]),
         call(vec![7, rows + 1], vec![2 * block + 1, 5], padded, apart, [3, 1]),
         call(vec![rows, 17, rows - 8], vec![rows, 25, rows], packed, packed, [5, 1]),
         Call { hostile: true, ..hostile },
-    ]
+    ];
+    if shares {
+        // Tiles that clear and round shares of other tiles: of several query blocks, of one and of
+        // none, of heads with several tiles and with one, of queries without keys.
+        for (queries, keys, heads) in [
+            (vec![3 * rows - 5, 9, 0, rows + 1, 1], vec![60, 0, 3, block + 1, 7], [3, 3]),
+            (vec![2 * rows, 5, 70, 33], vec![2 * block + 2, 0, 70, 5], [4, 4]),
+        ] {
+            all.push(call(queries, keys, packed, packed, heads).with_multiprocessors(1));
+        }
+        // Without grouped heads, walks around the pipeline's stages take long sequences. Few keys of
+        // each query have weight, so that one wrong number is no small part of a sum.
+        let long = call(vec![4 * rows + 9], vec![4 * rows + 9], packed, packed, [1, 1]);
+        all.push(long.with(|it| it.with_scale(scale)));
+    }
+    all
 }

@@ -47,11 +47,19 @@ impl Scene {
             }
             // Pages that end within a block and at its end; more than one sequence and head.
             Configuration::Widen(it) => cache::widen(it),
+            Configuration::RowSums(it) if it.shares.is_some() => {
+                let before = it.before().unwrap_or(*kernel);
+                let shares = Call::for_shares(before, it.sums.query_block as usize);
+                shares.map(|call| call.scene_of(backward_launch(it.batch, 0))).collect()
+            }
             // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
                 let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
+                let ends = ends.map(|queries| Call::for_companion(after, queries));
+                let shares = Call::for_shares(after, it.sums.query_block as usize);
+                let shares = shares.filter(|_| it.shares.is_some());
                 let launch = backward_launch(it.batch, 2);
-                ends.map(|queries| Call::for_companion(after, queries).scene_of(launch)).collect()
+                ends.chain(shares).map(|call| call.scene_of(launch)).collect()
             }
             Configuration::SinkGradients(it) => {
                 // More row blocks than one round takes, of several sequences; rows without keys.

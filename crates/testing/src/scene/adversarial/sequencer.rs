@@ -30,18 +30,22 @@ pub(super) fn scenes(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         });
     // The largest cost, and one cost for each of the lanes and warps that contribute to the sums.
     let far = [1023usize, 991, 959, 895, 767, 511, 1022, 1021, 1019, 1015, 1007];
-    if it.tiles == Tiles::Keys {
-        // Tiles of keys are ordered by sequence: of the sequences with keys, no two have the same
+    if matches!(it.tiles, Tiles::Keys | Tiles::KeysOrQueries) {
+        // Tiles of keys are ordered by sequence: of the sequences with tiles, no two have the same
         // number of queries.
-        let few =
-            |every: usize| move |index: usize| if index.is_multiple_of(every) { 300 } else { 0 };
+        let few = |every: usize, rows: fn(usize) -> usize| {
+            move |index: usize| if index.is_multiple_of(every) { rows(index) } else { 0 }
+        };
         let mut all = vec![
             of(vec![1], vec![1]),
             of(vec![0, 2], vec![7, 0]),
             of(vec![5, 9, 7], vec![700, 128, 4500]),
             of(vec![600, 601], vec![1, 1]),
             of((0..45).collect(), (0..45).map(|index| index * 7 % 300).collect()),
-            of((0..1100).map(|it| 1 + it / 128).collect(), (0..1100).map(few(128)).collect()),
+            of(
+                (0..1100).map(few(128, |it| 1 + it / 128)).collect(),
+                (0..1100).map(few(256, |_| 300)).collect(),
+            ),
             of(vec![1500, 3100, 1100, 2700], vec![9, 300, 130, 1]),
         ];
         all.extend(one_in.map(|(keys, queries)| of(queries, keys)));
