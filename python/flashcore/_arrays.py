@@ -9,6 +9,10 @@ from typing import Any
 from . import _flashcore
 
 
+# The place of `out`, which few calls have.
+_OUT = 15
+
+
 def attend(
     tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
@@ -18,6 +22,8 @@ def attend(
     rules: tuple[Any, ...] | None = None,
 ) -> Any:
     """Computes attention; results are arrays of the library of the queries."""
+    if len(tensors) > _OUT:
+        check_mutable("out", tensors[_OUT])
     if _is_for_xla(tensors):
         if rules is not None:
             raise NotImplementedError(
@@ -47,8 +53,7 @@ _APPENDED = (
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Writes new keys and values into arrays, in place."""
     for name, cache in zip(("k_cache", "v_cache"), tensors):
-        if _library(cache) in ("jax", "jaxlib"):
-            raise TypeError(f"{name} is a {type(cache)}, which cannot be written, expected k=None")
+        check_mutable(name, cache, "k=None")
     exchange = _Exchange(tensors[0])
     rotated, lengths = _flashcore.append(exchange.give(tensors, _APPENDED), flags, exchange.entrance())
     return None if rotated is None else exchange.take(rotated), exchange.take(lengths)
@@ -58,6 +63,7 @@ def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
     """Combines partial results."""
     exchange = _Exchange(tensors[0])
     out = tensors[2]
+    check_mutable("out", out)
     if exchange.numpy and (name == "bfloat16" or (out is not None and _is_bfloat16(out))):
         exchange.element = dtype if out is None else out.dtype
     given = exchange.give(tensors, ("out_partial", "lse_partial", "out"))
@@ -71,6 +77,12 @@ def merge(tensors: tuple[Any, ...]) -> Any:
     given = exchange.give(tensors, ("out_a", "lse_a", "out_b", "lse_b"))
     output, sums = _flashcore.merge(given, exchange.entrance())
     return exchange.take(output), exchange.take(sums)
+
+
+def check_mutable(name: str, array: Any, expected: str = "None") -> None:
+    """Refuses to write to arrays of JAX, which promises to its users that they never change."""
+    if _library(array) in ("jax", "jaxlib"):
+        raise TypeError(f"{name} is a {type(array)}, which cannot be written, expected {expected}")
 
 
 def full(name: str, count: int, value: int, like: Any) -> Any:

@@ -135,6 +135,7 @@ def _check_out(out: Any, like: Any, shape: tuple[int, ...]) -> None:
 
 def check_writable(name: str, tensor: Any) -> None:
     """Refuses tensors that cannot be written, and those whose elements share memory."""
+    _arrays.check_mutable(name, tensor)
     if not getattr(getattr(tensor, "flags", None), "writeable", True):
         raise ValueError(f"{name} is read-only, expected an array that can be written")
     steps = tensor.stride() if _is_torch(tensor) else getattr(tensor, "strides", ())

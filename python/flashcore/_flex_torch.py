@@ -93,14 +93,17 @@ def block_lists(mask: Any) -> tuple[tuple[Any, ...], Any] | None:
         mask.full_kv_num_blocks,
         mask.full_kv_indices,
     )
+    versions: Any
     try:
         versions = (
             counts._version,
             indices._version,
             None if whole is None else (whole._version, whole_counts._version),
         )
-    except RuntimeError:
-        versions = None
+    except (AttributeError, RuntimeError):
+        # One was made in inference mode, or is missing, which is refused later.
+        tensors = (it for it in (counts, indices, whole_counts, whole) if it is not None)
+        versions = tuple(None if it.is_inference() else it._version for it in tensors)
     function = None if function is nothing else function
     return (counts, indices, whole_counts, whole, mask.BLOCK_SIZE, function, mask.seq_lengths), versions
 

@@ -209,6 +209,11 @@ def _number(value: float, like: Any) -> Any:
     return value if _is_torch(like) else like.dtype.type(value)
 
 
+def rounded(x: Any, kind: Any) -> Any:
+    """Converts a tensor of PyTorch's to 8 bits as an append does: to nearest, and to the largest number at most."""
+    return _cast(_float32(x), kind, _LARGEST[str(kind).rpartition(".")[2]])
+
+
 def _cast(x: Any, kind: Any, largest: float) -> Any:
     """Casts with rounding and clamps to the largest number of the type: libraries differ there."""
     if largest == _LARGEST["int8"]:

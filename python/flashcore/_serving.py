@@ -625,7 +625,7 @@ def flash_attn_combine(
         lse_partial: (parts, batch, queries, heads) in float32, or without the batch dimension. Note the order:
             the other functions return log-sum-exps as (batch, heads, queries).
         out: A tensor of the result's shape and element type, into which it is written; a new one if None.
-        out_dtype: The element type of the result: float16, bfloat16 or float32; float32 if None.
+        out_dtype: The element type of the result: float16, bfloat16 or float32; that of ``out`` if None, or float32.
 
     Returns:
         ``(out, softmax_lse)``: (batch, queries, heads, head dim), and (batch, queries, heads) in float32; both
@@ -714,7 +714,7 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
 
     Args:
         out_a, out_b: (batch, queries, heads, head dim) or (queries of all sequences, heads, head dim), in float16,
-            bfloat16 or float32.
+            bfloat16 or float32, with a head dim that is a multiple of 8 up to 256.
         lse_a, lse_b: (batch, heads, queries) or (heads, queries of all sequences) in float32, as attention
             functions return them.
 

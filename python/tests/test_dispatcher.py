@@ -1,6 +1,7 @@
 """Kernels that PyTorch's dispatcher calls without Python. They are for CUDA: here they are put in the CPU's place, where
 their answers are those of the Python functions that they stand for."""
 
+import math
 import platform
 import subprocess
 import sys
@@ -229,6 +230,37 @@ def test_references_are_given_back(switched):
     gradients = heads_first_backward(q, q, k, v, *answer[:6], 0.0, True, *answer[6:8])
     assert [tensor._use_count() for tensor in (q, k, v)] == counts
     assert {tensor._use_count() for tensor in (*answer, *gradients) if isinstance(tensor, torch.Tensor)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"softcap": -1.0}, "softcap=-1.0, expected a positive number, or 0"),
+        ({"scale": math.inf}, "scale=inf, expected a finite number"),
+        ({"chunk": -3}, "attention_chunk=-3, expected no negative number"),
+        ({"function": "nobody"}, "there is no function `nobody`"),
+    ],
+    ids=str,
+)
+def test_tensors_of_calls_that_are_refused_are_given_back(change, expected):
+    """Also those that come after the argument that is refused."""
+    numbers = {"scale": None, "chunk": 0, "softcap": 0.0, "function": "flash_attn_func"} | change
+    q, slopes = torch.randn(1, 5, 2, 16), torch.ones(2)
+    lists = (*(None,) * 7, slopes, *(None,) * 4)
+    rest = (numbers["scale"], False, -1, -1, numbers["chunk"], numbers["softcap"], 5, 5, *lists, numbers["function"], False)
+    kernels = register("flashcore")
+    try:
+        for operator, given in (
+            (ours.attention.all, (q, q, q, *rest)),
+            (ours.attention_backward.default, (q, q, q, q, q, torch.zeros(1, 2, 5), *rest, [True] * 4)),
+        ):
+            counts = [tensor._use_count() for tensor in (q, slopes)]
+            for _ in range(3):
+                with pytest.raises(ValueError, match=f"^{expected}"):
+                    operator(*given)
+            assert [tensor._use_count() for tensor in (q, slopes)] == counts
+    finally:
+        kernels.remove()
 
 
 def test_a_panic_is_an_error():

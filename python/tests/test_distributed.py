@@ -414,6 +414,18 @@ def test_rows_are_stored_as_in_a_cache_of_one_rank(dims, dtype, rows):
         _copies._told = copied
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int8, torch.bfloat16), (torch.float8_e4m3fn, torch.int8)], ids=str)
+def test_caches_of_keys_and_values_may_have_different_types(dtypes):
+    """Rows are rounded, not cut, and saturate."""
+    k, v = torch.randn(2, 2, 7, 2, 16).mul(300).bfloat16()
+    k[0, 0, 0, 0] = v[0, 0, 0, 0] = math.nan
+    lengths = torch.zeros(2, dtype=torch.int32)
+    whole, caches = ([torch.zeros(2, 7, 2, 16).to(dtype) for dtype in dtypes] for _ in range(2))
+    flash_attn_with_kvcache(torch.zeros_like(k[:, :1]), *whole, k, v, cache_seqlens=lengths)
+    append(*caches, k, v, lengths, ranks.Thread(ranks.Mailbox(1), 0))
+    assert all(map(same_bits, caches, whole))
+
+
 @pytest.mark.filterwarnings("ignore:head dim")
 @pytest.mark.filterwarnings("ignore:values have")
 @pytest.mark.parametrize("new", [1, 3])

@@ -968,6 +968,14 @@ def test_block_masks_of_inference_mode():
         theirs.kv_num_blocks = torch.zeros_like(theirs.kv_num_blocks)
         theirs.full_kv_num_blocks = torch.zeros_like(theirs.full_kv_num_blocks)
         assert not flex_attention(q, k, v, block_mask=theirs).any()
+    # Others beside them do.
+    theirs.kv_num_blocks = theirs.kv_num_blocks.clone()
+    assert not flex_attention(q, k, v, block_mask=theirs).any()
+    theirs.kv_num_blocks += 1
+    assert flex_attention(q, k, v, block_mask=theirs).any()
+    theirs.full_kv_num_blocks = None
+    with pytest.raises((TypeError, ValueError), match="full_kv_num_blocks"):
+        flex_attention(q, k, v, block_mask=theirs)
 
 
 @DEVICES

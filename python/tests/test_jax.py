@@ -195,6 +195,19 @@ def test_arrays_of_all_kinds_in_one_call():
         close(jax.jit(call)((q, k, v)[at]), flash_attn_func(q, k, v))
 
 
+@pytest.mark.parametrize("dim", [16, 12, 264])
+def test_arrays_are_not_written_to(dim):
+    """They never change, whatever the head dim: JAX and its users rely on that."""
+    out = jnp.zeros((1, 5, 2, dim))
+    with pytest.raises(TypeError, match="out is a .*, which cannot be written, expected None"):
+        flashcore.flash_attn_combine(*random((3, 1, 5, 2, dim), (3, 1, 5, 2)), out=out)
+    (q,) = random((5, 2, min(dim, 256)))
+    starts = jnp.array([0, 5], jnp.int32)
+    with pytest.raises(TypeError, match="out is a .*, which cannot be written, expected None"):
+        flash_attn_varlen_func(q, q, q, starts, starts, 5, 5, out=out[0, ..., :256])
+    assert not out.any()
+
+
 def test_a_jax_with_other_names_has_no_partitioning(monkeypatch):
     from flashcore import _jax, _jax_sharding
     from jax.experimental import custom_partitioning

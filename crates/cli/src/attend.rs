@@ -48,7 +48,7 @@ pub(crate) struct Arguments {
     /// Element type: f32, f16, bf16, e4m3 or e5m2 [default: bf16]
     #[arg(long, conflicts_with = "input")]
     dtype: Option<DType>,
-    /// Element type of keys and values, as of an 8-bit cache [default: that of all]
+    /// Element type of keys and values, as of an 8-bit cache, also int8 [default: that of all]
     #[arg(long, value_name = "DTYPE", conflicts_with = "input")]
     kv_dtype: Option<DType>,
     /// Give 8-bit tensors descale factors: for each head, or of keys and values for each token
@@ -67,7 +67,7 @@ pub(crate) struct Arguments {
     #[arg(long, allow_hyphen_values = true)]
     scale: Option<f32>,
     /// Cap scaled scores: softcap * tanh(score / softcap)
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     softcap: Option<f32>,
     /// Let scores fall with the distance between query and key, by ALiBi's slopes
     #[arg(long, conflicts_with = "input")]
@@ -185,6 +185,9 @@ fn prepare(
     let usual = || "".parse::<Problem>();
     let problem = arguments.changed(arguments.problem.clone().map_or_else(usual, Ok)?);
     problem.validate()?;
+    if arguments.descale.is_some() && problem.descales == Descales::default() {
+        return Err("--descale is for tensors of 8 bits, and none has so few".into());
+    }
     memory::admit(&problem)?;
     let auxiliary = AuxiliaryInputs::of(&problem)?;
     let _bar = Bar::new("making tensors");

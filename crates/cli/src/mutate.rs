@@ -80,6 +80,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         surveys.push(found.map_err(|error| format!("{}: {error}", kernel.name()))?);
     }
     drop(bar);
+    if surveys.iter().all(|survey| survey.possible.values().sum::<usize>() == 0) {
+        let Arguments { kernel, at, .. } = arguments;
+        return Err(format!("no statement of {kernel} at `{at}` can be changed").into());
+    }
     let reports: Vec<Report> = surveys.iter().map(Report::new).collect();
     let passed = reports.iter().all(|it| it.passed);
     match arguments.json {

@@ -140,13 +140,13 @@ impl Arguments {
 }
 
 fn describe(cache: &str, kernels: &[Warmed]) -> String {
-    let compiled = kernels.iter().filter(|kernel| !kernel.cached).count();
-    let count = if kernels.len() == 1 {
-        "1 kernel".to_owned()
-    } else {
-        format!("{} kernels", kernels.len())
+    let kept = kernels.iter().filter(|kernel| kernel.warnings.is_empty());
+    let new = kept.clone().filter(|kernel| !kernel.cached).count();
+    let count = match kept.count() {
+        1 => "1 kernel".to_owned(),
+        count => format!("{count} kernels"),
     };
-    let told = format!("{count} in {cache}, {compiled} of them new");
+    let told = format!("{count} in {cache}, {new} of them new");
     let warnings = kernels.iter().flat_map(|kernel| &kernel.warnings);
     let warnings: String = warnings.map(|warning| terminal::paragraph(warning)).collect();
     table(kernels) + &terminal::paragraph(&told) + &warnings

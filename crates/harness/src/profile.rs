@@ -168,7 +168,8 @@ pub(crate) struct CallTimer {
 }
 
 impl CallTimer {
-    /// Random inputs; the output and log-sum-exps that a backward pass reads come from our forward pass.
+    /// Random inputs; the output and log-sum-exps that a backward pass reads come from our forward
+    /// pass.
     pub(crate) fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, Error> {
         let mut pool = Pool::new(0);
         let mut bytes = nonzero_tensor_bytes(problem)?.to_vec();

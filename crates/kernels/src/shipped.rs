@@ -136,7 +136,9 @@ impl Configuration {
             Configuration::Decode(_) => {
                 "attention of few queries over a long cache, Ampere and later"
             }
-            Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Append(_) => {
+                "new keys and values into a cache, keys and queries rotated"
+            }
             Configuration::Widen(_) => "keys and values of 8 bits as numbers of 16",
             Configuration::Backward(_) => {
                 "the gradients of attention, with wgmma and TMA, on Hopper"

@@ -335,9 +335,9 @@ unsafe extern "C" fn answer_attention_backward(slots: *mut u64, arguments: u64) 
         let dout = given.tensor()?;
         let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
         let (out, lse) = (given.tensor()?, given.tensor()?);
-        let call = Ours::rest(first, given)?;
-        let needed = given.flags()?;
-        Ok([torch.list(call.differentiate(torch, [&dout, &out, &lse], &needed)?)?])
+        let (call, needed) = (Ours::rest(first, given), given.flags());
+        let gradients = call?.differentiate(torch, [&dout, &out, &lse], &needed?)?;
+        Ok([torch.list(gradients)?])
     };
     // SAFETY: as above.
     unsafe { Stable::answer(slots, arguments, run) }
@@ -378,14 +378,16 @@ impl Ours {
     /// The [numbers](Numbers::of_arguments), `Tensor?` for each of the lists, `str function, bool
     /// deterministic`
     fn rest(first: [Option<Tensor>; 3], given: &mut Arguments<'_>) -> PyResult<Self> {
-        let mut numbers = Numbers::of_arguments(given)?;
+        // Refused after all arguments were taken: tensors that nobody takes are never freed.
+        let numbers = Numbers::of_arguments(given);
         let mut lists = [const { None }; LISTS];
         for list in &mut lists {
             *list = given.optional_tensor()?;
         }
-        let function = given.text()?;
+        let function = given.text();
         let deterministic = given.flag();
-        let called = Called::named(&function)?;
+        let called = Called::named(&function?)?;
+        let mut numbers = numbers?;
         numbers.batch_invariant = called.batch_invariant;
         Ok(Ours { first, lists, numbers, called, deterministic })
     }

@@ -87,10 +87,11 @@ mod module {
 
     /// Computes attention; returns the output, or the output and the log-sum-exps if `lse` is true.
     /// `tensors` holds the tensor arguments of all functions, in the order of `tensor_names`.
-    /// `numbers` holds the scalar arguments, in the order of `Numbers::read`. `rules` holds a mask function, a score function,
-    /// the tensors that these load from, and the block lists of the mask. Through the entrance
-    /// `function` it may also return `NotImplemented` (PyTorch's dispatcher must see the call
-    /// first), `Ellipsis` (autograd must record it) or `None` (the tensors are not PyTorch's).
+    /// `numbers` holds the scalar arguments, in the order of `Numbers::read`. `rules` holds a mask
+    /// function, a score function, the tensors that these load from, and the block lists of the
+    /// mask. Through the entrance `function` it may also return `NotImplemented` (PyTorch's
+    /// dispatcher must see the call first), `Ellipsis` (autograd must record it) or `None` (the
+    /// tensors are not PyTorch's).
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, lse, entrance, rules=None, /))]
     fn attend<'py>(

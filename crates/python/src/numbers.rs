@@ -55,11 +55,14 @@ impl Numbers {
     /// Reads the arguments of a PyTorch operator: `float? softmax_scale, bool causal, int
     /// window_left, int window_right, int attention_chunk, float softcap, SymInt? max_seqlen_q,
     /// SymInt? max_seqlen_k`.
+    ///
+    /// All of them are taken before any is refused, so that the caller can take what follows.
     pub(crate) fn of_arguments(given: &mut Arguments<'_>) -> PyResult<Numbers> {
         let (scale, causal) = (given.optional_number(), given.flag());
         let side = |side: i64| usize::try_from(side).ok();
         let window = (side(given.whole()), side(given.whole()));
         let (chunk, softcap) = (given.whole(), given.number());
+        let [most_queries, most_keys] = [given.optional_whole(), given.optional_whole()];
         let wrong = |expected| error::value(format!("softcap={softcap:?}, expected {expected}"));
         Ok(Numbers {
             window,
@@ -67,8 +70,8 @@ impl Numbers {
                 error::value(format!("attention_chunk={chunk}, expected no negative number"))
             })?,
             softcap: cap(softcap).map_err(wrong)?,
-            most_queries: given.optional_whole(),
-            most_keys: given.optional_whole(),
+            most_queries,
+            most_keys,
             ..Numbers::plain(scale, causal)?
         })
     }

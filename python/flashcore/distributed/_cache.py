@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._arguments import whole, window
+from .._quantize import rounded
 from .._serving import _append, flash_attn_combine, flash_attn_with_kvcache
 from ._transport import transport
 
@@ -75,7 +76,7 @@ def append(
     # Rows behind the last new one are not read.
     index = index.clamp(0, new - 1)
     dtypes = _appended(k_cache.dtype, v_cache.dtype, k.dtype, v.dtype)
-    k, v = (given.detach()[sequence, index].to(dtype) for dtype, given in zip(dtypes, (k, v)))
+    k, v = (_as_type(given.detach()[sequence, index], dtype) for dtype, given in zip(dtypes, (k, v)))
     # Queries are required, and unused without rotary embeddings; they cannot be integers.
     dtype = torch.bfloat16 if k.dtype.itemsize == 1 else k.dtype
     queries = torch.empty(batch, 1, *k_cache.shape[2:], dtype=dtype, device=k.device)
@@ -195,12 +196,16 @@ def decode(
 
 def _appended(k_cache: Any, v_cache: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Returns the element types in which new keys and values are appended to caches of these types: those of the
-    caches, or 16 bits that the append itself rounds to 8, as in a cache of one rank."""
+    caches, or 16 bits that the append itself rounds to 8, as in a cache of one rank, where both have the same 8."""
     if k_cache != v_cache or k_cache.itemsize > 1 or (k, v) == (k_cache, v_cache):
         return k_cache, v_cache
     # Between 8 and 32 bits, f16 has more digits than bf16, and the range of 8 bits.
     wide = k if k == v and k in (torch.float16, torch.bfloat16) else torch.float16
     return wide, wide
+
+
+def _as_type(rows: Any, dtype: Any) -> Any:
+    return rounded(rows, dtype) if dtype.itemsize == 1 and rows.dtype != dtype else rows.to(dtype)
 
 
 def _check(k_cache: Any, cache_seqlens: Any, page_table: Any, block: int) -> int:

@@ -258,6 +258,8 @@ fn problems_without_meaning_are_refused_in_a_line() {
     );
     assert_eq!(refuse(&["--scale", "nan"]), "the softmax scale must be finite, not NaN");
     assert_eq!(refuse(&["--scale", "-inf"]), "the softmax scale must be finite, not -inf");
+    assert_eq!(refuse(&["--softcap", "-1"]), "the softcap must be positive and finite, not -1");
+    assert!(refuse(&["--descale", "head"]).contains("none has so few"));
     assert!(refuse(&["--batch", "18446744073709551615"]).contains("address space"));
     assert!(refuse(&["--seq", "1000000000000"]).contains("of memory"));
     assert!(refuse(&["--head-dim", "100000", "--seq", "2"]).contains("head dims end at 65536"));

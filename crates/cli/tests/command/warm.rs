@@ -55,6 +55,13 @@ fn kernels_are_compiled_for_a_gpu_that_is_not_here() {
         assert_eq!(answer["cache"], folder.path().to_str().unwrap());
     }
     assert!(std::fs::read_dir(folder.path()).unwrap().count() > 0);
+    // A folder of the cache that is a file.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut unkept = warm(&["--driver", "13.9/999.1"]);
+    let output = unkept.env("FLASHCORE_CACHE", file.path()).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("not kept") && text.contains("0 kernels in "), "{text}");
     let message = failure(1, warm(&["--driver", "1.0/1"]));
     assert!(message.contains("is newer than the driver's CUDA 1.0"), "{message}");
     assert!(failure(2, warm(&["--driver", "new"])).contains("flashcore doctor"));

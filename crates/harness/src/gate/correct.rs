@@ -1,8 +1,8 @@
 //! The gate's `correct` step: are a kernel's results right on the device?
 //!
-//! The expected output is computed on the host, so that no device memory ever holds it. Outputs are poisoned
-//! before every call and lie between guard zones. A copy of them is queued right behind the call:
-//! anything written after that copy is late, whoever writes it.
+//! The expected output is computed on the host, so that no device memory ever holds it. Outputs are
+//! poisoned before every call and lie between guard zones. A copy of them is queued right behind the
+//! call: anything written after that copy is late, whoever writes it.
 
 use std::collections::HashSet;
 

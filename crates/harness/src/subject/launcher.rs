@@ -19,7 +19,8 @@ pub struct Launcher {
     description: LaunchDescription,
     function: Function,
     launch: Launch,
-    /// What is behind [`KernelArgument::Words`], by argument, and behind [`KernelArgument::Memory`], by name.
+    /// What is behind [`KernelArgument::Words`], by argument, and behind
+    /// [`KernelArgument::Memory`], by name.
     words: HashMap<usize, Buffer>,
     memory: HashMap<String, Buffer>,
     bound: Option<(Addresses, Arguments)>,

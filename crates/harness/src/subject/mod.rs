@@ -44,8 +44,8 @@ pub trait Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Memory(pub usize);
 
-/// The memory of a call's tensors, in the order of [`TensorRole::ALL`], with room for a guard zone before
-/// each.
+/// The memory of a call's tensors, in the order of [`TensorRole::ALL`], with room for a guard zone
+/// before each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tensors {
     /// The memories.
