@@ -36,6 +36,11 @@ impl Parameter {
             Parameter::TensorMap => 128,
         }
     }
+
+    /// Tells whether an argument of another kind is as good: to the kernel, an address is a number.
+    fn takes(self, given: Parameter) -> bool {
+        (given == self) | ((given == Parameter::Address) & (self == Parameter::U64))
+    }
 }
 
 impl fmt::Display for Parameter {
@@ -201,33 +206,37 @@ impl Arguments {
 
     /// Returns an error unless the arguments match the parameters.
     fn check(&self, name: &str, parameters: &[Parameter]) -> Result<()> {
-        if self.kinds == parameters && self.kinds.len() <= MAX_ARGUMENTS {
+        // Not ended at the first misfit, which there hardly ever is, so that many are compared at once.
+        let fits = |fits, (given, taken): (&Parameter, &Parameter)| fits & taken.takes(*given);
+        if self.kinds.len() == parameters.len()
+            && self.kinds.len() <= MAX_ARGUMENTS
+            && self.kinds.iter().zip(parameters).fold(true, fits)
+        {
             return Ok(());
         }
-        let signature = |reason| Error::Signature { function: name.to_owned(), reason };
+        Err(Error::Signature { function: name.to_owned(), reason: self.misfit(parameters) })
+    }
+
+    /// Says why the arguments do not match the parameters.
+    #[cold]
+    fn misfit(&self, parameters: &[Parameter]) -> String {
         if self.kinds.len() != parameters.len() {
             let (given, taken) = (self.kinds.len(), parameters.len());
-            return Err(signature(format!("it takes {taken} arguments, and {given} were given")));
+            return format!("it takes {taken} arguments, and {given} were given");
         }
-        if self.kinds.len() > MAX_ARGUMENTS {
-            return Err(signature(format!("more than {MAX_ARGUMENTS} arguments")));
-        }
-        for (index, (&given, &taken)) in self.kinds.iter().zip(parameters).enumerate() {
-            // To the kernel, an address is a number.
-            let fits =
-                given == taken || matches!((given, taken), (Parameter::Address, Parameter::U64));
-            if !fits {
-                return Err(signature(format!(
-                    "argument {index} must be of kind {taken}, and is of kind {given}"
-                )));
+        let mut all = self.kinds.iter().zip(parameters).enumerate();
+        match all.find(|(_, (given, taken))| !taken.takes(**given)) {
+            Some((index, (given, taken))) => {
+                format!("argument {index} must be of kind {taken}, and is of kind {given}")
             }
+            None => format!("more than {MAX_ARGUMENTS} arguments"),
         }
-        Ok(())
     }
 
     /// Returns a pointer to each argument, and pointers to zeros for further parameters that a
     /// kernel may have. They are valid while `self` is borrowed; the driver only reads through
     /// them.
+    #[inline]
     fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
         let nothing: *const Nothing = &NOTHING;
         let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
