@@ -34,14 +34,15 @@ fn answer<'py, T>(
     entrance: Entrance,
     tensors: &[Named<'py>],
     read: impl FnOnce(&Library<'py>) -> PyResult<T>,
-    run: impl FnOnce(&Library<'py>, T) -> PyResult<Bound<'py, PyAny>>,
+    run: impl FnOnce(&Library<'py>, &T) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let library = match Library::of(py, entrance, tensors)? {
         Choice::Ours(library) => library,
         Choice::Theirs(answer) => return Ok(answer),
     };
     match read(&library) {
-        Ok(read) => run(&library, read),
+        // By reference: what was read is large.
+        Ok(ref read) => run(&library, read),
         Err(_) if entrance == Entrance::Function && library.is_unreadable() => {
             torch::check_dispatched(
                 tensors.iter().filter_map(|(name, it)| Some((*name, it.as_ref()?))),
@@ -65,6 +66,7 @@ pub(crate) fn attend<'py>(
     let numbers = Numbers::read(called, numbers)?;
     let function = called.function;
     let with_lse = flag(function.sums_name(), with_lse)?;
+    let count = tensors.len();
     let tensors = named(function.names(), tensors)?;
     if !function.is_packed() {
         tensors[1..3].iter().try_for_each(|tensor| needed(tensor).map(drop))?;
@@ -82,7 +84,7 @@ pub(crate) fn attend<'py>(
     };
     let among;
     let all = match rules.is_empty() {
-        true => &tensors[..],
+        true => &tensors[..count],
         false => {
             among = rules.among(&tensors);
             &among[..]
@@ -307,7 +309,7 @@ pub(crate) fn append<'py>(
         Update::read(&tensors, flags, |tensor, name, access| access.of(library, tensor, name))
     };
     answer(py, entrance, &tensors, read, |library, update| {
-        let answer = write(library, needed(&tensors[4])?, &update)?;
+        let answer = write(library, needed(&tensors[4])?, update)?;
         library.written(&[&tensors[0].1, &tensors[1].1])?;
         Ok(answer)
     })
@@ -365,7 +367,7 @@ pub(crate) fn combine<'py>(
         Ok((Parts::stacked(&output?, &lse?, dtype, out.as_ref())?, out))
     };
     answer(py, entrance, &tensors, read, |library, (parts, out)| {
-        let (made, lse) = merge(library, py, &parts, false, out)?;
+        let (made, lse) = merge(library, py, parts, false, *out)?;
         library.written(&[&tensors[2].1])?;
         let output = made.map(|made| made.object).or_else(|| tensors[2].1.clone());
         Ok((output, lse.object).into_pyobject(py)?.into_any())
@@ -385,7 +387,7 @@ pub(crate) fn merge_states<'py>(
         Ok((Parts::separate([(&a, &b), (&c, &d)])?, a.dimensions == 3))
     };
     answer(py, entrance, &tensors, read, |library, (parts, packed)| {
-        let (made, lse) = merge(library, py, &parts, packed, None)?;
+        let (made, lse) = merge(library, py, parts, *packed, None)?;
         Ok((made.map(|made| made.object), lse.object).into_pyobject(py)?.into_any())
     })
 }

@@ -274,32 +274,39 @@ impl Request {
         };
         let list = |at: usize| optional(at, true);
         let (query_starts, key_starts) = (list(3)?, list(4)?);
-        let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
-            let name = function.names()[at];
-            if given & 1 << at == 0 {
-                return Err(missing(name));
-            }
-            let memory = memory(at, false)?;
-            Ok((memory, function.order(packed).view(name, &memory)?))
+        let needed = |at: usize| match given & 1 << at {
+            0 => Err(missing(function.names()[at])),
+            _ => memory(at, false),
+        };
+        let view = |at: usize, packed: bool, memory: &Memory| {
+            function.order(packed).view(function.names()[at], memory)
+        };
+        let rows = |at: usize, packed: bool| match needed(at) {
+            Ok(ref memory) => view(at, packed, memory),
+            Err(error) => Err(error),
         };
         let factors = |at: usize| optional(at, false);
-        let pages = list(9)?;
-        let (given, query) = rows(0, query_starts.is_some())?;
+        let mut pages = list(9)?;
+        let given = needed(0)?;
+        let query = view(0, query_starts.is_some(), &given)?;
         let sequences = query_starts.as_ref().map(|starts| starts.sizes[0] - 1);
         let sequences = sequences.unwrap_or(query.form.sizes[0]);
+        if let Some(table) = &mut pages {
+            **table = table.first_rows(sequences);
+        }
         Ok(Request {
             function,
             given,
             query,
-            key: rows(1, key_starts.is_some())?.1,
-            value: rows(2, key_starts.is_some())?.1,
+            key: rows(1, key_starts.is_some())?,
+            value: rows(2, key_starts.is_some())?,
             query_starts,
             key_starts,
             query_lengths: list(5)?,
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: pages.map(|table| Box::new(table.first_rows(sequences))),
+            pages,
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },

@@ -192,21 +192,20 @@ impl Torch {
     }
 
     /// Reads the memory of a tensor.
+    #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
-            let memory = exchange.read(tensor, name);
-            let memory = memory.map_err(|error| unreadable(tensor, name, error))?;
-            // GPU memory is freed in stream order, and checking its storage would take longer than
-            // a launch.
-            return match memory.place {
-                Place::Host => holds(tensor, name, &memory).map(|()| memory),
-                Place::Cuda(_) => Ok(memory),
+            return match exchange.read(tensor, name) {
+                // GPU memory is freed in stream order, and checking its storage would take longer
+                // than a launch.
+                Ok(memory) if memory.place == Place::Host => {
+                    holds(tensor, name, &memory).map(|()| memory)
+                }
+                Err(error) => Err(unreadable(tensor, name, error)),
+                read => read,
             };
         }
-        // PyTorch refuses to export a tensor that requires grad, even where nothing is recorded.
-        let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
-        // -1: no stream of ours has to wait, since the work goes to PyTorch's current stream.
-        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
+        export(tensor, name)
     }
 
     /// Increments a tensor's version counter while grad mode is on: it was written in place.
@@ -359,6 +358,15 @@ impl Torch {
         }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
+}
+
+/// Reads the memory of a tensor of a PyTorch before 2.10.
+#[cold]
+fn export(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+    // PyTorch refuses to export a tensor that requires grad, even where nothing is recorded.
+    let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
+    // -1: no stream of ours has to wait, since the work goes to PyTorch's current stream.
+    Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
 }
 
 /// Replaces PyTorch's error if the cause is a tensor without strided memory.

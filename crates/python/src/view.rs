@@ -102,21 +102,26 @@ impl Memory {
 
     /// Refuses a tensor with elements but no memory: one whose storage was freed (its address is 0
     /// or a small offset), and one whose strides exceed the address space.
+    #[inline]
     pub(crate) fn exists(&self, name: &str) -> PyResult<()> {
         /// No system maps the first page.
         const PAGE: u64 = 4096;
-        if self.sizes().contains(&0) {
-            return Ok(());
+        match (self.address >= PAGE, self.reach()) {
+            (true, Some(_)) => Ok(()),
+            (there, _) => self.missing(name, there),
         }
-        if self.address < PAGE {
-            return Err(PyTypeError::new_err(format!(
+    }
+
+    /// Says why the elements of a tensor do not exist, if it has any.
+    #[cold]
+    fn missing(&self, name: &str, there: bool) -> PyResult<()> {
+        match there {
+            _ if self.sizes().contains(&0) => Ok(()),
+            false => Err(PyTypeError::new_err(format!(
                 "{name} has elements and no memory that they are in, expected a tensor whose memory was not \
                  given back"
-            )));
-        }
-        match self.reach() {
-            Some(_) => Ok(()),
-            None => Err(PyValueError::new_err(format!(
+            ))),
+            true => Err(PyValueError::new_err(format!(
                 "{name} has strides {:?} for sizes {:?}, expected elements that are all in memory",
                 self.strides(),
                 self.sizes()
