@@ -411,6 +411,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
             )
 
 
+def is_small_float(tensor: Any) -> bool:
+    """Returns whether something is a tensor of 8-bit floats; :func:`_flashcore.is_small_float` is
+    faster, and unknown to PyTorch's compiler."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in SMALL_FLOATS
+
+
 def is_small(tensor: Any) -> bool:
     """Returns whether something is a tensor of 8-bit elements."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL

@@ -10,7 +10,8 @@ use flashcore::gpu::{AttentionPlan, Chip, Gradients, Tensors, target_of};
 use flashcore::{Plan, Preference};
 use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyNotImplemented, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyEllipsis, PyNotImplemented, PyTuple};
 
 use crate::boundary::compute;
 use crate::gradient::{Backward, Given};
@@ -53,7 +54,48 @@ fn answer<'py, T>(
     }
 }
 
-/// Computes attention; returns the output, and the log-sum-exps if asked for.
+/// What answers the calls that [`serve`] leaves to Python.
+static OTHERS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Remembers the Python function for the calls that [`serve`] leaves to Python.
+pub(crate) fn leave_others_to(function: &Bound<'_, PyAny>) {
+    // Only the first import sets it.
+    let _ = OTHERS.set(function.py(), function.clone().unbind());
+}
+
+/// Computes attention for a public function. Calls for which [`attend`] has no result, or that it
+/// refuses with a `ValueError`, are left to Python: told what was returned or raised, it may still
+/// have an answer.
+pub(crate) fn serve<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    numbers: &Bound<'py, PyTuple>,
+    function: &Bound<'py, PyAny>,
+    with_lse: &Bound<'py, PyAny>,
+    deterministic: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let (entrance, rules) = (Entrance::Function, Rules::default());
+    let called = function.extract()?;
+    let outcome = match attend(tensors, numbers, called, with_lse, entrance, &rules, CALLER - 1) {
+        Ok(found) => {
+            let left = [py.None().as_ptr(), PyEllipsis::get(py).as_ptr()];
+            if !left.contains(&found.as_ptr()) && !found.is(PyNotImplemented::get(py)) {
+                return Ok(found);
+            }
+            found
+        }
+        Err(error) if error.is_instance_of::<PyValueError>(py) => {
+            error.into_value(py).into_bound(py).into_any()
+        }
+        Err(error) => return Err(error),
+    };
+    let others =
+        OTHERS.get(py).ok_or_else(|| error::runtime("there is nothing for other calls"))?;
+    others.bind(py).call1((outcome, tensors, numbers, function, with_lse, deterministic))
+}
+
+/// Computes attention; returns the output, and the log-sum-exps if asked for. `caller` is the stack
+/// level of the user's code, for warnings.
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
@@ -61,6 +103,7 @@ pub(crate) fn attend<'py>(
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
     rules: &Rules<'py>,
+    caller: i32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let numbers = Numbers::read(called, numbers)?;
@@ -96,7 +139,7 @@ pub(crate) fn attend<'py>(
             return Ok(PyNotImplemented::get(py).to_owned().into_any());
         }
         let (query, out) = (needed(&tensors[0])?, tensors[OUT].1.as_ref());
-        let answer = run(library, query, &request, with_lse, out)?;
+        let answer = run(library, query, request, with_lse, out, caller)?;
         library.written(&[&tensors[OUT].1])?;
         Ok(answer)
     })
@@ -108,6 +151,7 @@ fn run<'py>(
     request: &Request,
     with_lse: bool,
     out: Option<&Bound<'py, PyAny>>,
+    caller: i32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = query.py();
     let problem = request.problem()?;
@@ -132,7 +176,7 @@ fn run<'py>(
             // driver blocks, perhaps on work that needs Python to proceed.
             let launch = || gpu::attend(gpu, &stream, request, &problem, &output, sums);
             let plan = py.detach(launch)?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, caller)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -176,7 +220,7 @@ pub(crate) fn attend_backward(
             let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
             let plan = py.detach(|| gpu::differentiate(gpu, &stream, &call, &problem))?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, CALLER)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -192,8 +236,13 @@ pub(crate) fn attend_backward(
     Ok(true)
 }
 
-/// Warns once for each plan that the slow `scalar` kernel serves it, and why.
-pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
+/// The stack level of the caller of a public function, where one of the package's own is between
+/// that and the extension.
+pub(crate) const CALLER: i32 = 3;
+
+/// Warns once for each plan that the slow `scalar` kernel serves it, and why. `caller` is the stack
+/// level that the warning is about.
+pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>, caller: i32) -> PyResult<()> {
     let chosen = &plan.plan().chosen;
     if chosen.kernel != "scalar" || !process().tell(plan) {
         return Ok(());
@@ -201,8 +250,7 @@ pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
     let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
-    // Stack level 3: the caller of the package's public function.
-    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3))
+    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, caller))
 }
 
 /// Returns what a call would run on a GPU that need not be present: the problem as text, the

@@ -35,6 +35,8 @@ pub(crate) struct Torch {
     float16: Py<PyAny>,
     bfloat16: Py<PyAny>,
     int32: Py<PyAny>,
+    /// The element types of 8-bit floats.
+    small_floats: [Py<PyAny>; 2],
     is_grad_enabled: Py<PyAny>,
     /// Returns whether autocast is on for any kind of device.
     autocasting: Option<Py<PyAny>>,
@@ -69,6 +71,10 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         float16: module.getattr("float16")?.unbind(),
         bfloat16: module.getattr("bfloat16")?.unbind(),
         int32: module.getattr("int32")?.unbind(),
+        small_floats: [
+            module.getattr("float8_e4m3fn")?.unbind(),
+            module.getattr("float8_e5m2")?.unbind(),
+        ],
         is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
         autocasting: inner.getattr("_is_any_autocast_enabled").ok().map(Bound::unbind),
         increment_version: graph
@@ -81,6 +87,24 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     // Only the first import sets it.
     let _ = TORCH.set(py, torch);
     Ok(())
+}
+
+/// Returns whether something is a PyTorch tensor of 8-bit floats.
+pub(crate) fn is_small_float(thing: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = thing.py();
+    let Some(torch) = TORCH.get(py) else { return Ok(false) };
+    let class = torch.tensor.bind(py);
+    if thing.get_type_ptr().cast() == class.as_ptr()
+        && let Some(stable) = torch.stable
+        && let Some(element) = stable.element(thing)
+    {
+        return Ok(matches!(element, Element::Float(DType::E4M3 | DType::E5M2)));
+    }
+    if !thing.is_instance(class)? {
+        return Ok(false);
+    }
+    let dtype = thing.getattr(intern!(py, "dtype"))?;
+    Ok(torch.small_floats.iter().any(|small| dtype.is(small)))
 }
 
 /// The path that a call on these tensors takes.

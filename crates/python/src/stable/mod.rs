@@ -384,6 +384,21 @@ impl Stable {
         (asked == 0).then_some((data as u64, place))
     }
 
+    /// Returns the element type of a Python tensor object. None if this PyTorch must be asked in another
+    /// way.
+    pub(crate) fn element(&'static self, object: &Bound<'_, PyAny>) -> Option<Element> {
+        let (handle, mut dtype) = (self.handle_of(object)?, -1);
+        // SAFETY: the handle of the object's tensor; writes one number.
+        let asked = unsafe { (self.dtype)(handle, &mut dtype) };
+        (asked == 0).then(|| self.element_of(dtype))
+    }
+
+    /// Returns the element type of PyTorch's number for it.
+    fn element_of(&self, dtype: i32) -> Element {
+        let known = self.dtypes.iter().find(|(known, _)| *known == dtype);
+        known.map_or(Element::Other("type", 8), |(_, element)| *element)
+    }
+
     /// Returns whether PyTorch's deterministic algorithms are on.
     pub(crate) fn is_deterministic(&self) -> bool {
         // SAFETY: PyTorch's settings, which it keeps.
