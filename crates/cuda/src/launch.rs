@@ -233,19 +233,20 @@ impl Arguments {
         }
     }
 
-    /// Returns a pointer to each argument, and pointers to zeros for further parameters that a
-    /// kernel may have. They are valid while `self` is borrowed; the driver only reads through
-    /// them.
-    #[inline]
-    fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
-        let nothing: *const Nothing = &NOTHING;
-        let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
+    /// Writes a pointer to each argument, which is valid while `self` is borrowed; the driver only
+    /// reads through it.
+    fn point(&self, pointers: &mut [*mut c_void; MAX_ARGUMENTS]) {
         let words: *const u64 = self.blocks.as_ptr().cast();
         for (pointer, place) in pointers.iter_mut().zip(&self.places) {
             *pointer = words.wrapping_add(*place).cast_mut().cast();
         }
-        pointers
     }
+}
+
+/// Returns pointers to zeros, for further parameters that a kernel may have.
+fn nothing() -> [*mut c_void; MAX_ARGUMENTS] {
+    let nothing: *const Nothing = &NOTHING;
+    [nothing.cast_mut().cast(); MAX_ARGUMENTS]
 }
 
 /// Zeros for parameters that were not declared: as large as all parameters of a kernel may be.
@@ -416,7 +417,8 @@ impl Function {
         self.device().expect_same(stream.device(), "the stream")?;
         launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
         arguments.check(&shared.name, &shared.parameters)?;
-        let mut pointers = arguments.pointers();
+        let mut pointers = nothing();
+        arguments.point(&mut pointers);
         let _bound = self.device().bind()?;
         let (mut attributes, count) = launch.attributes();
         if count == 0 {
@@ -576,13 +578,19 @@ mod tests {
         assert!(many.check("k", &[U32; MAX_ARGUMENTS + 1]).is_err());
     }
 
+    fn pointers(arguments: &Arguments) -> [*mut c_void; MAX_ARGUMENTS] {
+        let mut pointers = nothing();
+        arguments.point(&mut pointers);
+        pointers
+    }
+
     #[test]
     fn pointers_lead_to_the_values() {
         let mut arguments = Arguments::new();
         arguments.push(0x0102_0304u32).push(-1i64 as u64).push(1.5f32);
         arguments.set(0, 5u32).unwrap();
         let moved = arguments;
-        let pointers = moved.pointers();
+        let pointers = pointers(&moved);
         // SAFETY: each points to a live, aligned value of at least that size.
         unsafe {
             assert_eq!(pointers[0].cast::<u32>().read(), 5);
@@ -604,7 +612,7 @@ mod tests {
         assert_eq!(arguments.blocks.capacity(), room);
         arguments.push(3u32);
         // SAFETY: points to a live, aligned number.
-        assert_eq!(unsafe { arguments.pointers()[0].cast::<u32>().read() }, 3);
+        assert_eq!(unsafe { pointers(&arguments)[0].cast::<u32>().read() }, 3);
     }
 
     #[test]
@@ -619,7 +627,7 @@ mod tests {
         }
         arguments.set(1, map(7)).unwrap();
         arguments.set(2, 8u32).unwrap();
-        let (pointers, mut at) = (arguments.pointers(), 0);
+        let (pointers, mut at) = (pointers(&arguments), 0);
         for index in 0..20 {
             let expected = if index == 1 { 8 } else { index as u32 };
             // SAFETY: each points to a live, aligned value of at least that size.

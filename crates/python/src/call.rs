@@ -119,11 +119,13 @@ pub(crate) fn attend<'py>(
             Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
                 true => library.read_whole(tensor, name),
                 false => library.read(tensor, name),
-            })?;
-        if !rules.is_empty() {
+            });
+        if let Ok(request) = &mut request
+            && !rules.is_empty()
+        {
             request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
         }
-        Ok(request)
+        request
     };
     let among;
     let all = match rules.is_empty() {
@@ -159,8 +161,10 @@ fn run<'py>(
     let (object, output) = match out {
         Some(out) => (out.clone(), request.output_in(&library.read_mutable(out, "out")?)?),
         None => {
-            let made = library.make_like(query, &request.given, &request.output())?;
-            (made.object, request.output_at(made.address)?)
+            let mut output = request.output();
+            let made = library.make_like(query, &request.given, &output)?;
+            output.address = made.address;
+            (made.object, request.as_output(&output)?)
         }
     };
     let (sizes, hidden) = request.sums();

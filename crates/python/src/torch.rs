@@ -218,6 +218,12 @@ impl Torch {
     /// Reads the memory of a tensor.
     #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+        if let Some(stable) = self.stable
+            && let Some(memory) = stable.read(tensor)
+        {
+            memory.exists(name)?;
+            return Ok(memory);
+        }
         if let Some(exchange) = self.exchange {
             return match exchange.read(tensor, name) {
                 // GPU memory is freed in stream order, and checking its storage would take longer
@@ -318,8 +324,9 @@ impl Torch {
         let mut made = lock(&self.made);
         let same = |(kept, _): &&(Memory, Py<PyTuple>)| {
             kept.element == memory.element
-                && kept.sizes() == memory.sizes()
-                && kept.strides() == memory.strides()
+                && kept.dimensions == memory.dimensions
+                && kept.sizes == memory.sizes
+                && kept.strides == memory.strides
         };
         if let Some((_, arguments)) = made.iter().find(same) {
             return Ok(arguments.bind(py).clone());
