@@ -10,6 +10,7 @@ __all__ = [
     "adopt_torch",
     "append",
     "append_plan_for",
+    "are_plain_halves",
     "attend",
     "attend_backward",
     "combine",
@@ -96,6 +97,7 @@ def serve(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: Any, /
 ) -> Any: ...
 def leave_others_to(function: Any, /) -> None: ...
+def are_plain_halves(tensors: tuple[Any, ...], /) -> bool: ...
 def is_small_float(thing: Any, /) -> bool: ...
 def attend_backward(
     tensors: tuple[Any, ...],

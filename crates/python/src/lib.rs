@@ -129,6 +129,14 @@ mod module {
         call::leave_others_to(function);
     }
 
+    /// Returns whether tensors, but for those that are None, are plain tensors of PyTorch's in f16 or
+    /// bf16 with which neither function transforms nor autocast have anything to do.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, /))]
+    fn are_plain_halves(tensors: &Bound<'_, PyTuple>) -> PyResult<bool> {
+        guard(|| Ok(torch::are_plain_halves(tensors)))
+    }
+
     /// Returns whether something is a PyTorch tensor of 8-bit floats.
     #[pyfunction]
     #[pyo3(signature = (thing, /))]

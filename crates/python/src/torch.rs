@@ -107,6 +107,21 @@ pub(crate) fn is_small_float(thing: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(torch.small_floats.iter().any(|small| dtype.is(small)))
 }
 
+/// Returns whether tensors, but for those that are None, are plain tensors of PyTorch's in f16 or bf16
+/// with which neither function transforms nor autocast have anything to do.
+pub(crate) fn are_plain_halves(tensors: &Bound<'_, PyTuple>) -> bool {
+    let py = tensors.py();
+    let Some((torch, stable)) = TORCH.get(py).and_then(|torch| Some((torch, torch.stable?))) else {
+        return false;
+    };
+    let half = |tensor: Borrowed<'_, '_, PyAny>| {
+        let halves = [DType::F16, DType::BF16].map(|dtype| Some(Element::Float(dtype)));
+        tensor.get_type_ptr().cast() == torch.tensor.as_ptr()
+            && halves.contains(&stable.plain_element(&tensor))
+    };
+    stable.never_transformed() && tensors.iter_borrowed().all(|it| it.is_none() || half(it))
+}
+
 /// The path that a call on these tensors takes.
 pub(crate) enum Way {
     /// No tensor is PyTorch's.

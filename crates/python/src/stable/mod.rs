@@ -88,6 +88,9 @@ pub(crate) struct Stable {
     /// The address of the virtual functions of `c10::TensorImpl`, the class of plain tensors: sparse,
     /// nested and quantized tensors and those of function transforms are of classes derived from it.
     plain: Option<usize>,
+    /// Returns where this thread has its state of function transforms (`torch.func`): null before the
+    /// first of them. The function is absent where PyTorch has renamed it.
+    transforms: Option<unsafe extern "C" fn() -> *const *const c_void>,
     /// Returns whether a tensor has the negative bit: it stands for the negative of its memory.
     negative: unsafe extern "C" fn(Handle) -> bool,
     /// PyTorch's global settings, and whether they ask for deterministic algorithms.
@@ -172,6 +175,7 @@ impl Stable {
                 // Behind the offset and the type information that a table of them begins with.
                 plain: function::<usize>(library, c"_ZTVN3c1010TensorImplE")
                     .map(|table| table + 2 * size_of::<usize>()),
+                transforms: function(library, c"_ZN2at9functorch20functorchTLSAccessorEv"),
                 negative: function(library, c"_ZN2at6native6is_negERKNS_6TensorE")?,
                 settings: function(library, c"_ZN2at13globalContextEv")?,
                 deterministic: function(library, c"_ZNK2at7Context23deterministicAlgorithmsEv")?,
@@ -399,27 +403,17 @@ impl Stable {
     /// DLPack first takes a reference to the tensor. Where Python has the only one that costs as much
     /// as the rest.
     pub(crate) fn read(&'static self, object: &Bound<'_, PyAny>) -> Option<Memory> {
-        let handle = self.handle_of(object)?;
-        // SAFETY: what a handle points to is a pointer to the tensor, which begins with one to the virtual
-        // functions of its class.
-        if Some(unsafe { **handle.cast::<*const usize>() }) != self.plain {
+        let handle = self.plain_handle_of(object)?;
+        if ask(handle, self.device_type)? != self.cuda {
             return None;
         }
-        let ask = |ask: Ask<i32>| {
-            let mut answer = -1;
-            // SAFETY: the handle of the object's tensor; writes one number.
-            (unsafe { ask(handle, &mut answer) } == 0).then_some(answer)
-        };
-        if ask(self.device_type)? != self.cuda {
-            return None;
-        }
-        let place = Place::Cuda(u32::try_from(ask(self.device_index)?).ok()?);
-        let element = self.element_of(ask(self.dtype)?);
+        let place = Place::Cuda(u32::try_from(ask(handle, self.device_index)?).ok()?);
+        let element = self.element_of(ask(handle, self.dtype)?);
         if matches!(element, Element::Other(..)) {
             return None;
         }
         let (mut count, mut sizes, mut strides, mut data) = (0, null(), null(), null_mut());
-        // SAFETY: as above; sizes and strides are as many numbers as dimensions, which the tensor keeps.
+        // SAFETY: the handle of the object's tensor; sizes and strides are as many numbers as dimensions, which the tensor keeps.
         unsafe {
             let asked = (self.dimensions)(handle, &mut count)
                 | (self.sizes)(handle, &mut sizes)
@@ -438,13 +432,32 @@ impl Stable {
         }
     }
 
+    /// Returns the handle inside a Python tensor object, if it is one of a plain tensor.
+    fn plain_handle_of(&'static self, object: &Bound<'_, PyAny>) -> Option<Handle> {
+        let handle = self.handle_of(object)?;
+        // SAFETY: what a handle points to is a pointer to the tensor, which begins with one to the virtual
+        // functions of its class.
+        (Some(unsafe { **handle.cast::<*const usize>() }) == self.plain).then_some(handle)
+    }
+
     /// Returns the element type of a Python tensor object. None if this PyTorch must be asked in another
     /// way.
     pub(crate) fn element(&'static self, object: &Bound<'_, PyAny>) -> Option<Element> {
-        let (handle, mut dtype) = (self.handle_of(object)?, -1);
-        // SAFETY: the handle of the object's tensor; writes one number.
-        let asked = unsafe { (self.dtype)(handle, &mut dtype) };
-        (asked == 0).then(|| self.element_of(dtype))
+        Some(self.element_of(ask(self.handle_of(object)?, self.dtype)?))
+    }
+
+    /// Returns the element type of a Python tensor object that is plain and on the CPU or a CUDA device.
+    pub(crate) fn plain_element(&'static self, object: &Bound<'_, PyAny>) -> Option<Element> {
+        let handle = self.plain_handle_of(object)?;
+        let device = ask(handle, self.device_type)?;
+        let element = self.element_of(ask(handle, self.dtype)?);
+        (device == self.cpu || device == self.cuda).then_some(element)
+    }
+
+    /// Returns whether this thread has never used a function transform.
+    pub(crate) fn never_transformed(&self) -> bool {
+        // SAFETY: the address of a pointer of this thread's.
+        self.transforms.is_some_and(|transforms| unsafe { (*transforms()).is_null() })
     }
 
     /// Returns the element type of PyTorch's number for it.
@@ -485,6 +498,13 @@ impl Stable {
             Err(error) => torch.cxx.fail(&error),
         }
     }
+}
+
+/// Asks a tensor for a number. None if it fails.
+fn ask(handle: Handle, ask: Ask<i32>) -> Option<i32> {
+    let mut answer = -1;
+    // SAFETY: callers have a tensor's handle; writes one number.
+    (unsafe { ask(handle, &mut answer) } == 0).then_some(answer)
 }
 
 /// Makes the error for a failed allocation of PyTorch's.
