@@ -37,7 +37,7 @@ impl Parameter {
         }
     }
 
-    /// Tells whether an argument of another kind is as good: to the kernel, an address is a number.
+    /// Tells whether it takes an argument of a kind: to the kernel, an address is a number.
     fn takes(self, given: Parameter) -> bool {
         (given == self) | ((given == Parameter::Address) & (self == Parameter::U64))
     }

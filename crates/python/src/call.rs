@@ -78,8 +78,10 @@ pub(crate) fn serve<'py>(
     let called = function.extract()?;
     let outcome = match attend(tensors, numbers, called, with_lse, entrance, &rules, CALLER - 1) {
         Ok(found) => {
-            let left = [py.None().as_ptr(), PyEllipsis::get(py).as_ptr()];
-            if !left.contains(&found.as_ptr()) && !found.is(PyNotImplemented::get(py)) {
+            let is_left = found.is_none()
+                || found.is(PyEllipsis::get(py))
+                || found.is(PyNotImplemented::get(py));
+            if !is_left {
                 return Ok(found);
             }
             found

@@ -55,9 +55,7 @@ impl Element {
             Element::Other(_, bits) => u64::from(bits).div_ceil(8),
         }
     }
-}
 
-impl Element {
     #[cold]
     fn unusable(self, name: &str) -> PyErr {
         PyTypeError::new_err(format!(
