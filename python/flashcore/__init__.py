@@ -54,8 +54,9 @@ from ._serving import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from ._serving import attend as _attend
 from ._serving import is_compiling as _is_compiling
+from ._serving import serve as _serve
+from ._serving import serve_compiled as _serve_compiled
 from ._serving import widen as _widen
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def flash_attn_func(
     chunk, function = 0, "flash_attn_func"
     if rare or alibi_slopes is not None:
         tensors, chunk, function = _with_rare(tensors, alibi_slopes, *_rarely(function, _RARE, rare))
-    result = _attend(
+    result = (_serve_compiled if _is_compiling() else _serve)(
         tensors,
         (softmax_scale, causal, window_size, chunk, softcap, None, None),
         function,
@@ -435,10 +436,12 @@ def _packed(
     # What is None behind the others is left out.
     plain = slopes is None and lists[0] is None
     others = () if plain else (*lists, _widen(slopes), None)
-    if _torch is None or not (_is_compiling() or _torch.is_recorded(*tensors)):
+    compiling = _is_compiling()
+    if _torch is None or not (compiling or _torch.is_recorded(*tensors)):
         # Recorded ones stay whole, so that the gradient of a packed tensor is written into one.
         tensors = _separate(tensors)
-    result = _attend((*tensors, *others), numbers, function, lse, deterministic)
+    serve = _serve_compiled if compiling else _serve
+    result = serve((*tensors, *others), numbers, function, lse, deterministic)
     return (*result, None) if lse else result
 
 
@@ -511,7 +514,7 @@ def scaled_dot_product_attention(
         _refuse_groups(query, key)
     if attn_mask is not None:
         return _masked(query, key, value, attn_mask, is_causal, scale, deterministic)
-    return _attend(
+    return (_serve_compiled if _is_compiling() else _serve)(
         (query, key, value),
         (scale, is_causal, (-1, -1), 0, 0.0, None, None),
         "scaled_dot_product_attention",

@@ -10,6 +10,7 @@ __all__ = [
     "adopt_torch",
     "append",
     "append_plan_for",
+    "are_plain_halves",
     "attend",
     "attend_backward",
     "combine",
@@ -17,9 +18,12 @@ __all__ = [
     "finish_compiling",
     "forked",
     "info",
+    "is_small_float",
+    "leave_others_to",
     "merge",
     "panic",
     "plan_for",
+    "serve",
     "tensor_names",
     "xla_call",
     "xla_target",
@@ -89,6 +93,12 @@ def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str,
     rules: tuple[Any, ...] | None = None, /
 ) -> Any: ...
+def serve(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: Any, /
+) -> Any: ...
+def leave_others_to(function: Any, /) -> None: ...
+def are_plain_halves(tensors: tuple[Any, ...], /) -> bool: ...
+def is_small_float(thing: Any, /) -> bool: ...
 def attend_backward(
     tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],

@@ -24,30 +24,44 @@ def _never() -> bool:
 
 
 is_compiling = _never if _torch is None else _torch.is_compiling
+_Tensor = None if _torch is None else _torch.Tensor
 
 
-def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool = False
+# Computes attention for the public functions; returns the output, or output and log-sum-exps. Trailing tensors
+# may be left out if they are None. It is called directly, and chosen where it is called: one more Python
+# function would cost a plain call 4 % of its instructions.
+serve = _flashcore.serve
+
+
+def serve_compiled(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Computes attention for every public function; returns the output, or output and log-sum-exps.
-    Trailing tensors may be left out if they are None."""
-    if is_compiling():
-        copied = _copies.attend(_torch.attend, tensors, numbers, function, lse, deterministic)
-        return _torch.attend(tensors, numbers, function, lse, deterministic) if copied is None else copied
+    """:func:`serve` while PyTorch's compiler traces the call."""
+    copied = _copies.attend(_torch.attend, tensors, numbers, function, lse, deterministic)
+    return _torch.attend(tensors, numbers, function, lse, deterministic) if copied is None else copied
+
+
+def _serve_others(
+    outcome: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
+) -> Any:
+    """Computes attention where the extension, instead of a result, has this outcome: an answer of
+    :func:`_flashcore.attend`, or a ``ValueError``."""
     try:
-        result = _flashcore.attend(tensors, numbers, function, lse, "function")
-        if result is None:
+        if outcome is None:
             return _arrays.attend(tensors, numbers, function, lse, deterministic)
-        if result is NotImplemented:
+        if outcome is NotImplemented:
             return _torch.attend(tensors, numbers, function, lse, deterministic)
-        if result is ...:
+        if outcome is ...:
             return _torch.record(tensors, numbers, function, lse, deterministic)
-        return result
+        raise outcome
     except ValueError:
-        copied = _copies.attend(attend, tensors, numbers, function, lse, deterministic)
+        copied = _copies.attend(serve, tensors, numbers, function, lse, deterministic)
         if copied is None:
             raise
         return copied
+
+
+_flashcore.leave_others_to(_serve_others)
 
 
 def widen(numbers: Any) -> Any:
@@ -217,7 +231,7 @@ def flash_attn_varlen_func(
     )
     if out is not None:
         tensors = (*tensors, out)
-    return attend(
+    return (serve_compiled if is_compiling() else serve)(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         function,
@@ -372,18 +386,15 @@ def flash_attn_with_kvcache(
     if page_table is not None and cache_batch_idx is not None:
         name = "page_table" if block_table is None else "block_table"
         page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
-    if isinstance(cache_seqlens, int):
+    # Whether a tensor is an `int` takes long to find out.
+    if type(cache_seqlens) is not _Tensor and isinstance(cache_seqlens, int):
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     factors = (k_descale, v_descale)
-    if (
-        _torch is not None
-        and isinstance(q, _torch.Tensor)
-        and q.dtype in _torch.SMALL_FLOATS
-        and _torch.is_small(k_cache)
-        and _dimensions(k_descale) <= 2
-    ):
+    compiling = is_compiling()
+    small = _torch.is_small_float(q) if compiling else _flashcore.is_small_float(q)
+    if small and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
         pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
         if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
             # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
@@ -435,11 +446,12 @@ def flash_attn_with_kvcache(
     )
     if out is not None:
         tensors = (*tensors, out)
-    return attend(
+    return (serve_compiled if compiling else serve)(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
         function,
         return_softmax_lse,
+        False,
     )
 
 

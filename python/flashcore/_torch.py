@@ -268,9 +268,12 @@ def record(
     """Computes attention recorded by autograd, on plain PyTorch tensors and without active modes. A
     packed tensor is followed by None for each tensor packed into it."""
     q, k, v = tensors[:3]
-    meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
-    if meta or torch._C._are_functorch_transforms_active():
-        return attend(tensors, numbers, function, lse, deterministic)
+    # Each of the questions that such tensors are not asked takes longer than this one.
+    plain = _flashcore.are_plain_halves((q, k, v))
+    if not plain:
+        meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
+        if meta or torch._C._are_functorch_transforms_active():
+            return attend(tensors, numbers, function, lse, deterministic)
     lists = slopes = sinks = None
     if len(tensors) > 3:
         if len(tensors) > 15:
@@ -284,18 +287,14 @@ def record(
                 lists = tensors[3:10]
                 break
     paged = len(tensors) > 9 and tensors[9] is not None
-    if paged or _has_small(q, k, v):
+    if paged or (not plain and _has_small(q, k, v)):
         # As in FlashAttention: the output is computed, and there is no backward pass.
         reason = _PAGES if paged else _small_reason((q, k, v), function)
         return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast((q, k, v))
-    unwrap = _gradients.unwrap
-    q = unwrap(q)
-    if k is not None:
-        k = unwrap(k)
-    if v is not None:
-        v = unwrap(v)
+    if not plain:
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast((q, k, v))
+        q, k, v = (None if it is None else _gradients.unwrap(it) for it in (q, k, v))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return _gradients.record(q, k, v, slopes, sinks, (lists, numbers, function, deterministic, lse))
 
@@ -409,6 +408,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
                 f"{name} requires grad, expected a tensor that does not: this function has no backward "
                 "pass; call it under torch.no_grad() or detach the tensor"
             )
+
+
+def is_small_float(tensor: Any) -> bool:
+    """Returns whether something is a tensor of 8-bit floats; :func:`_flashcore.is_small_float` is
+    faster, and unknown to PyTorch's compiler."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in SMALL_FLOATS
 
 
 def is_small(tensor: Any) -> bool:

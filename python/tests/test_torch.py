@@ -1,5 +1,6 @@
 """PyTorch, the same bodies on the CPU and on a GPU."""
 
+import concurrent.futures
 import math
 
 import pytest
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch")
 import flashcore
 from conftest import devices
 from flashcore import (
+    _flashcore,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -309,3 +311,46 @@ def test_the_example_of_flash_attentions_documentation(device):
     check(out, None, q, k, v, causal=True)
     out, softmax_lse, S_dmask = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     check(out, softmax_lse, q, k, v, causal=True)
+
+
+@every_device
+def test_what_tensors_are_without_asking_them_one_by_one(device):
+    class Other(torch.Tensor):
+        pass
+
+    small = [random(2, 8, device=device).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    small.append(small[0].as_subclass(Other))
+    wide = random(2, 8, device=device)
+    assert all(map(_flashcore.is_small_float, small))
+    others = (wide, wide.as_subclass(Other), wide.to(torch.int8), wide.to("meta"), None, 3, "q", [small[0]])
+    assert not any(map(_flashcore.is_small_float, others))
+
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], dtype=torch.bfloat16, device=device)
+    sparse = torch.sparse_coo_tensor(size=(2, 8), dtype=torch.bfloat16, device=device)
+    others = (wide.float(), *small, wide.as_subclass(Other), torch.nn.Parameter(wide), wide.to("meta"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        # In a thread that has not used function transforms, as this one may have.
+        are_plain = lambda *tensors: pool.submit(_flashcore.are_plain_halves, tensors).result()
+        assert not any(are_plain(wide, other) for other in (*others, nested, sparse, 3))
+        if not are_plain(wide):
+            pytest.skip("this PyTorch is asked one by one")
+        assert are_plain() and are_plain(wide, None, wide.half().t())
+
+
+@every_device
+def test_a_thread_with_function_transforms_is_asked_one_by_one(device):
+    given, found = random(3, 2, 8, device=device), []
+
+    def ask(tensor):
+        found.append(_flashcore.are_plain_halves((tensor, given)))
+        return tensor
+
+    def transform():
+        ask(given)
+        torch.vmap(ask)(given)
+        # What has left a transform may still be wrapped.
+        ask(given)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(transform).result()
+    assert found[1:] == [False, False]

@@ -36,6 +36,11 @@ impl Parameter {
             Parameter::TensorMap => 128,
         }
     }
+
+    /// Tells whether it takes an argument of a kind: to the kernel, an address is a number.
+    fn takes(self, given: Parameter) -> bool {
+        (given == self) | ((given == Parameter::Address) & (self == Parameter::U64))
+    }
 }
 
 impl fmt::Display for Parameter {
@@ -201,42 +206,47 @@ impl Arguments {
 
     /// Returns an error unless the arguments match the parameters.
     fn check(&self, name: &str, parameters: &[Parameter]) -> Result<()> {
-        if self.kinds == parameters && self.kinds.len() <= MAX_ARGUMENTS {
+        // Not ended at the first misfit, which there hardly ever is, so that many are compared at once.
+        let fits = |fits, (given, taken): (&Parameter, &Parameter)| fits & taken.takes(*given);
+        if self.kinds.len() == parameters.len()
+            && self.kinds.len() <= MAX_ARGUMENTS
+            && self.kinds.iter().zip(parameters).fold(true, fits)
+        {
             return Ok(());
         }
-        let signature = |reason| Error::Signature { function: name.to_owned(), reason };
-        if self.kinds.len() != parameters.len() {
-            let (given, taken) = (self.kinds.len(), parameters.len());
-            return Err(signature(format!("it takes {taken} arguments, and {given} were given")));
-        }
-        if self.kinds.len() > MAX_ARGUMENTS {
-            return Err(signature(format!("more than {MAX_ARGUMENTS} arguments")));
-        }
-        for (index, (&given, &taken)) in self.kinds.iter().zip(parameters).enumerate() {
-            // To the kernel, an address is a number.
-            let fits =
-                given == taken || matches!((given, taken), (Parameter::Address, Parameter::U64));
-            if !fits {
-                return Err(signature(format!(
-                    "argument {index} must be of kind {taken}, and is of kind {given}"
-                )));
-            }
-        }
-        Ok(())
+        Err(Error::Signature { function: name.to_owned(), reason: self.misfit(parameters) })
     }
 
-    /// Returns a pointer to each argument, and pointers to zeros for further parameters that a
-    /// kernel may have. They are valid while `self` is borrowed; the driver only reads through
-    /// them.
-    fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
-        let nothing: *const Nothing = &NOTHING;
-        let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
+    /// Says why the arguments do not match the parameters.
+    #[cold]
+    fn misfit(&self, parameters: &[Parameter]) -> String {
+        if self.kinds.len() != parameters.len() {
+            let (given, taken) = (self.kinds.len(), parameters.len());
+            return format!("it takes {taken} arguments, and {given} were given");
+        }
+        let mut all = self.kinds.iter().zip(parameters).enumerate();
+        match all.find(|(_, (given, taken))| !taken.takes(**given)) {
+            Some((index, (given, taken))) => {
+                format!("argument {index} must be of kind {taken}, and is of kind {given}")
+            }
+            None => format!("more than {MAX_ARGUMENTS} arguments"),
+        }
+    }
+
+    /// Writes a pointer to each argument, which is valid while `self` is borrowed; the driver only
+    /// reads through it.
+    fn point(&self, pointers: &mut [*mut c_void; MAX_ARGUMENTS]) {
         let words: *const u64 = self.blocks.as_ptr().cast();
         for (pointer, place) in pointers.iter_mut().zip(&self.places) {
             *pointer = words.wrapping_add(*place).cast_mut().cast();
         }
-        pointers
     }
+}
+
+/// Returns pointers to zeros, for further parameters that a kernel may have.
+fn nothing() -> [*mut c_void; MAX_ARGUMENTS] {
+    let nothing: *const Nothing = &NOTHING;
+    [nothing.cast_mut().cast(); MAX_ARGUMENTS]
 }
 
 /// Zeros for parameters that were not declared: as large as all parameters of a kernel may be.
@@ -407,7 +417,8 @@ impl Function {
         self.device().expect_same(stream.device(), "the stream")?;
         launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
         arguments.check(&shared.name, &shared.parameters)?;
-        let mut pointers = arguments.pointers();
+        let mut pointers = nothing();
+        arguments.point(&mut pointers);
         let _bound = self.device().bind()?;
         let (mut attributes, count) = launch.attributes();
         if count == 0 {
@@ -567,13 +578,19 @@ mod tests {
         assert!(many.check("k", &[U32; MAX_ARGUMENTS + 1]).is_err());
     }
 
+    fn pointers(arguments: &Arguments) -> [*mut c_void; MAX_ARGUMENTS] {
+        let mut pointers = nothing();
+        arguments.point(&mut pointers);
+        pointers
+    }
+
     #[test]
     fn pointers_lead_to_the_values() {
         let mut arguments = Arguments::new();
         arguments.push(0x0102_0304u32).push(-1i64 as u64).push(1.5f32);
         arguments.set(0, 5u32).unwrap();
         let moved = arguments;
-        let pointers = moved.pointers();
+        let pointers = pointers(&moved);
         // SAFETY: each points to a live, aligned value of at least that size.
         unsafe {
             assert_eq!(pointers[0].cast::<u32>().read(), 5);
@@ -595,7 +612,7 @@ mod tests {
         assert_eq!(arguments.blocks.capacity(), room);
         arguments.push(3u32);
         // SAFETY: points to a live, aligned number.
-        assert_eq!(unsafe { arguments.pointers()[0].cast::<u32>().read() }, 3);
+        assert_eq!(unsafe { pointers(&arguments)[0].cast::<u32>().read() }, 3);
     }
 
     #[test]
@@ -610,7 +627,7 @@ mod tests {
         }
         arguments.set(1, map(7)).unwrap();
         arguments.set(2, 8u32).unwrap();
-        let (pointers, mut at) = (arguments.pointers(), 0);
+        let (pointers, mut at) = (pointers(&arguments), 0);
         for index in 0..20 {
             let expected = if index == 1 { 8 } else { index as u32 };
             // SAFETY: each points to a live, aligned value of at least that size.

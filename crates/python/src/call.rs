@@ -10,7 +10,8 @@ use flashcore::gpu::{AttentionPlan, Chip, Gradients, Tensors, target_of};
 use flashcore::{Plan, Preference};
 use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyNotImplemented, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyEllipsis, PyNotImplemented, PyTuple};
 
 use crate::boundary::compute;
 use crate::gradient::{Backward, Given};
@@ -34,14 +35,15 @@ fn answer<'py, T>(
     entrance: Entrance,
     tensors: &[Named<'py>],
     read: impl FnOnce(&Library<'py>) -> PyResult<T>,
-    run: impl FnOnce(&Library<'py>, T) -> PyResult<Bound<'py, PyAny>>,
+    run: impl FnOnce(&Library<'py>, &T) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let library = match Library::of(py, entrance, tensors)? {
         Choice::Ours(library) => library,
         Choice::Theirs(answer) => return Ok(answer),
     };
     match read(&library) {
-        Ok(read) => run(&library, read),
+        // By reference: what was read is large.
+        Ok(ref read) => run(&library, read),
         Err(_) if entrance == Entrance::Function && library.is_unreadable() => {
             torch::check_dispatched(
                 tensors.iter().filter_map(|(name, it)| Some((*name, it.as_ref()?))),
@@ -52,7 +54,50 @@ fn answer<'py, T>(
     }
 }
 
-/// Computes attention; returns the output, and the log-sum-exps if asked for.
+/// What answers the calls that [`serve`] leaves to Python.
+static OTHERS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Remembers the Python function for the calls that [`serve`] leaves to Python.
+pub(crate) fn leave_others_to(function: &Bound<'_, PyAny>) {
+    // Only the first import sets it.
+    let _ = OTHERS.set(function.py(), function.clone().unbind());
+}
+
+/// Computes attention for a public function. Calls for which [`attend`] has no result, or that it
+/// refuses with a `ValueError`, are left to Python: told what was returned or raised, it may still
+/// have an answer.
+pub(crate) fn serve<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    numbers: &Bound<'py, PyTuple>,
+    function: &Bound<'py, PyAny>,
+    with_lse: &Bound<'py, PyAny>,
+    deterministic: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let (entrance, rules) = (Entrance::Function, Rules::default());
+    let called = function.extract()?;
+    let outcome = match attend(tensors, numbers, called, with_lse, entrance, &rules, CALLER - 1) {
+        Ok(found) => {
+            let is_left = found.is_none()
+                || found.is(PyEllipsis::get(py))
+                || found.is(PyNotImplemented::get(py));
+            if !is_left {
+                return Ok(found);
+            }
+            found
+        }
+        Err(error) if error.is_instance_of::<PyValueError>(py) => {
+            error.into_value(py).into_bound(py).into_any()
+        }
+        Err(error) => return Err(error),
+    };
+    let others =
+        OTHERS.get(py).ok_or_else(|| error::runtime("there is nothing for other calls"))?;
+    others.bind(py).call1((outcome, tensors, numbers, function, with_lse, deterministic))
+}
+
+/// Computes attention; returns the output, and the log-sum-exps if asked for. `caller` is the stack
+/// level of the user's code, for warnings.
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
@@ -60,11 +105,13 @@ pub(crate) fn attend<'py>(
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
     rules: &Rules<'py>,
+    caller: i32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let numbers = Numbers::read(called, numbers)?;
     let function = called.function;
     let with_lse = flag(function.sums_name(), with_lse)?;
+    let count = tensors.len();
     let tensors = named(function.names(), tensors)?;
     if !function.is_packed() {
         tensors[1..3].iter().try_for_each(|tensor| needed(tensor).map(drop))?;
@@ -74,15 +121,17 @@ pub(crate) fn attend<'py>(
             Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
                 true => library.read_whole(tensor, name),
                 false => library.read(tensor, name),
-            })?;
-        if !rules.is_empty() {
+            });
+        if let Ok(request) = &mut request
+            && !rules.is_empty()
+        {
             request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
         }
-        Ok(request)
+        request
     };
     let among;
     let all = match rules.is_empty() {
-        true => &tensors[..],
+        true => &tensors[..count],
         false => {
             among = rules.among(&tensors);
             &among[..]
@@ -94,7 +143,7 @@ pub(crate) fn attend<'py>(
             return Ok(PyNotImplemented::get(py).to_owned().into_any());
         }
         let (query, out) = (needed(&tensors[0])?, tensors[OUT].1.as_ref());
-        let answer = run(library, query, &request, with_lse, out)?;
+        let answer = run(library, query, request, with_lse, out, caller)?;
         library.written(&[&tensors[OUT].1])?;
         Ok(answer)
     })
@@ -106,6 +155,7 @@ fn run<'py>(
     request: &Request,
     with_lse: bool,
     out: Option<&Bound<'py, PyAny>>,
+    caller: i32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = query.py();
     let problem = request.problem()?;
@@ -113,8 +163,10 @@ fn run<'py>(
     let (object, output) = match out {
         Some(out) => (out.clone(), request.output_in(&library.read_mutable(out, "out")?)?),
         None => {
-            let made = library.make_like(query, &request.given, &request.output())?;
-            (made.object, request.output_at(made.address)?)
+            let mut output = request.output();
+            let made = library.make_like(query, &request.given, &output)?;
+            output.address = made.address;
+            (made.object, request.as_output(&output)?)
         }
     };
     let (sizes, hidden) = request.sums();
@@ -130,7 +182,7 @@ fn run<'py>(
             // driver blocks, perhaps on work that needs Python to proceed.
             let launch = || gpu::attend(gpu, &stream, request, &problem, &output, sums);
             let plan = py.detach(launch)?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, caller)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -174,7 +226,7 @@ pub(crate) fn attend_backward(
             let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
             let plan = py.detach(|| gpu::differentiate(gpu, &stream, &call, &problem))?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, CALLER)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -190,8 +242,13 @@ pub(crate) fn attend_backward(
     Ok(true)
 }
 
-/// Warns once for each plan that the slow `scalar` kernel serves it, and why.
-pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
+/// The stack level of the caller of a public function, where one of the package's own is between
+/// that and the extension.
+pub(crate) const CALLER: i32 = 3;
+
+/// Warns once for each plan that the slow `scalar` kernel serves it, and why. `caller` is the stack
+/// level that the warning is about.
+pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>, caller: i32) -> PyResult<()> {
     let chosen = &plan.plan().chosen;
     if chosen.kernel != "scalar" || !process().tell(plan) {
         return Ok(());
@@ -199,8 +256,7 @@ pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
     let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
-    // Stack level 3: the caller of the package's public function.
-    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3))
+    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, caller))
 }
 
 /// Returns what a call would run on a GPU that need not be present: the problem as text, the
@@ -307,7 +363,7 @@ pub(crate) fn append<'py>(
         Update::read(&tensors, flags, |tensor, name, access| access.of(library, tensor, name))
     };
     answer(py, entrance, &tensors, read, |library, update| {
-        let answer = write(library, needed(&tensors[4])?, &update)?;
+        let answer = write(library, needed(&tensors[4])?, update)?;
         library.written(&[&tensors[0].1, &tensors[1].1])?;
         Ok(answer)
     })
@@ -365,7 +421,7 @@ pub(crate) fn combine<'py>(
         Ok((Parts::stacked(&output?, &lse?, dtype, out.as_ref())?, out))
     };
     answer(py, entrance, &tensors, read, |library, (parts, out)| {
-        let (made, lse) = merge(library, py, &parts, false, out)?;
+        let (made, lse) = merge(library, py, parts, false, *out)?;
         library.written(&[&tensors[2].1])?;
         let output = made.map(|made| made.object).or_else(|| tensors[2].1.clone());
         Ok((output, lse.object).into_pyobject(py)?.into_any())
@@ -385,7 +441,7 @@ pub(crate) fn merge_states<'py>(
         Ok((Parts::separate([(&a, &b), (&c, &d)])?, a.dimensions == 3))
     };
     answer(py, entrance, &tensors, read, |library, (parts, packed)| {
-        let (made, lse) = merge(library, py, &parts, packed, None)?;
+        let (made, lse) = merge(library, py, parts, *packed, None)?;
         Ok((made.map(|made| made.object), lse.object).into_pyobject(py)?.into_any())
     })
 }

@@ -19,7 +19,7 @@ use crate::error;
 use crate::gradient::Backward;
 use crate::launch;
 use crate::numbers::Numbers;
-use crate::request::{Called, Function, Request, bits};
+use crate::request::{Called, Function, Request};
 use crate::stable::{Arguments, Failed, Kernel, Stable, Tensor, Value, kernel};
 use crate::view::{Element, Memory, View, contiguous};
 
@@ -277,8 +277,8 @@ impl Anchored {
     }
 
     fn request(self, numbers: Numbers, tensors: [&Memory; 3]) -> PyResult<Request> {
-        let given = bits(|at| at < tensors.len());
-        Request::new(self.function(), given, numbers, |at, _| Ok(self.turned(tensors[at])))
+        let is_given = |at: usize| at < tensors.len();
+        Request::new(self.function(), is_given, numbers, |at, _| Ok(self.turned(tensors[at])))
     }
 }
 
@@ -426,8 +426,8 @@ impl Ours {
         let names = self.called.function.names();
         let rows = self.first.len();
         let list = |at: usize| self.lists.get(at - rows).and_then(Option::as_ref);
-        let given = bits(|at| at < rows || list(at).is_some());
-        Request::new(self.called.function, given, self.numbers, |at, whole| match at >= rows {
+        let is_given = |at: usize| at < rows || list(at).is_some();
+        Request::new(self.called.function, is_given, self.numbers, |at, whole| match at >= rows {
             true => {
                 let list = list(at).ok_or_else(|| error::value("a list is missing"))?;
                 copies.read(list, names[at], |memory| !whole || memory.is_contiguous())

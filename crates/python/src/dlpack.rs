@@ -14,7 +14,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 
-use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
@@ -117,6 +117,7 @@ impl Exchange {
     }
 
     /// Reads the memory of a tensor. The object must be of the type that the functions belong to.
+    #[inline]
     pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         let function = self.tensor_from_object.expect("looked for when it was found");
         let mut tensor = Tensor::EMPTY;
@@ -161,19 +162,46 @@ impl Tensor {
     ///
     /// Shape and strides must point to as many numbers as there are dimensions; strides may be
     /// null.
+    #[inline]
     unsafe fn memory(&self, name: &str, words: Option<DType>) -> PyResult<Memory> {
         let place = match self.device.kind {
             CPU | CUDA_HOST => Place::Host,
             CUDA | CUDA_MANAGED => Place::Cuda(self.device.ordinal.max(0) as u32),
-            other => {
-                return Err(PyValueError::new_err(format!(
-                    "{name} is on a device of DLPack's kind {other}, expected the CPU or a CUDA \
-                     device"
-                )));
-            }
+            other => return Err(on_other_device(name, other)),
         };
-        let DataType { code, bits, lanes } = self.dtype;
-        let element = match (code, bits, lanes) {
+        let dimensions = self.dimensions.max(0) as usize;
+        if dimensions > MOST_DIMENSIONS {
+            return Err(of_many_dimensions(name, dimensions));
+        }
+        let mut memory = Memory::nowhere(self.dtype.element(words), place, dimensions);
+        memory.address = (self.data as u64).wrapping_add(self.byte_offset);
+        for index in 0..dimensions {
+            // SAFETY: the caller's promise.
+            memory.sizes[index] = unsafe { *self.shape.add(index) };
+        }
+        if let Some(size) = memory.sizes.iter().rev().find(|size| **size < 0) {
+            return Err(of_negative_size(name, *size));
+        }
+        match self.strides.is_null() {
+            true => memory.strides = contiguous(memory.sizes),
+            false => {
+                for index in 0..dimensions {
+                    // SAFETY: the caller's promise.
+                    memory.strides[index] = unsafe { *self.strides.add(index) };
+                }
+            }
+        }
+        memory.exists(name)?;
+        Ok(memory)
+    }
+}
+
+impl DataType {
+    /// Returns the element type; see [`Tensor::memory`] for `words`.
+    #[inline]
+    fn element(self, words: Option<DType>) -> Element {
+        let DataType { code, bits, lanes } = self;
+        match (code, bits, lanes) {
             (FLOAT, 32, 1) => Element::Float(DType::F32),
             (FLOAT, 16, 1) => Element::Float(DType::F16),
             (BFLOAT, 16, 1) => Element::Float(DType::BF16),
@@ -197,35 +225,27 @@ impl Tensor {
                 };
                 Element::Other(kind, bits)
             }
-        };
-        let dimensions = self.dimensions.max(0) as usize;
-        if dimensions > MOST_DIMENSIONS {
-            return Err(PyValueError::new_err(format!(
-                "{name} has {dimensions} dimensions, expected {MOST_DIMENSIONS} at most"
-            )));
         }
-        let (mut sizes, mut strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
-        let mut whole = 1_i64;
-        for index in (0..dimensions).rev() {
-            // SAFETY: the caller's promise.
-            unsafe {
-                sizes[index] = *self.shape.add(index);
-                strides[index] =
-                    if self.strides.is_null() { whole } else { *self.strides.add(index) };
-            }
-            if sizes[index] < 0 {
-                return Err(PyValueError::new_err(format!(
-                    "{name} has a size of {}, expected no negative one",
-                    sizes[index]
-                )));
-            }
-            whole = whole.saturating_mul(sizes[index].max(1));
-        }
-        let address = (self.data as u64).wrapping_add(self.byte_offset);
-        let memory = Memory { address, dimensions, sizes, strides, element, place };
-        memory.exists(name)?;
-        Ok(memory)
     }
+}
+
+#[cold]
+fn on_other_device(name: &str, kind: i32) -> PyErr {
+    PyValueError::new_err(format!(
+        "{name} is on a device of DLPack's kind {kind}, expected the CPU or a CUDA device"
+    ))
+}
+
+#[cold]
+fn of_many_dimensions(name: &str, dimensions: usize) -> PyErr {
+    PyValueError::new_err(format!(
+        "{name} has {dimensions} dimensions, expected {MOST_DIMENSIONS} at most"
+    ))
+}
+
+#[cold]
+fn of_negative_size(name: &str, size: i64) -> PyErr {
+    PyValueError::new_err(format!("{name} has a size of {size}, expected no negative one"))
 }
 
 /// A tensor that a producer lends for as long as this value lives.

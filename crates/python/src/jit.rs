@@ -145,11 +145,16 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
     let Called { function, batch_invariant } = called(call)?;
     let numbers = Numbers::of_attributes(call, batch_invariant);
     let packed = |at: usize| given & 1 << if at == 0 { 3 } else { 4 } != 0;
-    Request::new(function, given, numbers, |at, _| {
-        let before = (given & ((1 << at) - 1)).count_ones() as usize;
-        let most = if at < 3 { dimensions(packed(at)) } else { MOST_DIMENSIONS };
-        call.argument(before, most, place)
-    })
+    Request::new(
+        function,
+        |at| given & 1 << at != 0,
+        numbers,
+        |at, _| {
+            let before = (given & ((1 << at) - 1)).count_ones() as usize;
+            let most = if at < 3 { dimensions(packed(at)) } else { MOST_DIMENSIONS };
+            call.argument(before, most, place)
+        },
+    )
 }
 
 /// Returns the number of dimensions of a tensor of rows before `vmap` adds any.

@@ -5,7 +5,7 @@ use cuda::Stream;
 use flashcore::{Cancellation, Problem};
 use pyo3::PyResult;
 
-use crate::call::warn_if_slow;
+use crate::call::{CALLER, warn_if_slow};
 use crate::gradient::Backward;
 use crate::info::{Last, remember};
 use crate::request::Request;
@@ -28,7 +28,7 @@ pub(crate) fn attend(
             // SAFETY: `stream` returned the caller's current stream on this device.
             let stream = unsafe { Stream::borrow(gpu.device(), stream(ordinal)?) };
             let plan = gpu::attend(gpu, &stream, request, problem, output, sums)?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, CALLER)?;
             remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -55,7 +55,7 @@ pub(crate) fn differentiate(
             // SAFETY: `stream` returned the caller's current stream on this device.
             let stream = unsafe { Stream::borrow(gpu.device(), stream(ordinal)?) };
             let plan = gpu::differentiate(gpu, &stream, call, &problem)?;
-            warn_if_slow(&plan)?;
+            warn_if_slow(&plan, CALLER)?;
             remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {

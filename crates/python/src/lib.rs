@@ -104,8 +104,45 @@ mod module {
     ) -> PyResult<Bound<'py, PyAny>> {
         guard(|| {
             let rules = Rules::read(rules)?;
-            call::attend(tensors, numbers, function, lse, entrance, &rules)
+            call::attend(tensors, numbers, function, lse, entrance, &rules, call::CALLER)
         })
+    }
+
+    /// Computes attention for a public function, which calls this directly: `attend` through the
+    /// entrance `function`. The function that `leave_others_to` got is called with what `attend`
+    /// returned instead of a result, or with its `ValueError`, and with these arguments.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, lse, deterministic, /))]
+    fn serve<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: &Bound<'py, PyTuple>,
+        function: &Bound<'py, PyAny>,
+        lse: &Bound<'py, PyAny>,
+        deterministic: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        guard(|| call::serve(tensors, numbers, function, lse, deterministic))
+    }
+
+    /// Sets the function that answers the calls that `serve` has no result for.
+    #[pyfunction]
+    #[pyo3(signature = (function, /))]
+    fn leave_others_to(function: &Bound<'_, PyAny>) {
+        call::leave_others_to(function);
+    }
+
+    /// Returns whether tensors, but for those that are None, are plain tensors of PyTorch's in f16 or
+    /// bf16 with which neither function transforms nor autocast have anything to do.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, /))]
+    fn are_plain_halves(tensors: &Bound<'_, PyTuple>) -> PyResult<bool> {
+        guard(|| Ok(torch::are_plain_halves(tensors)))
+    }
+
+    /// Returns whether something is a PyTorch tensor of 8-bit floats.
+    #[pyfunction]
+    #[pyo3(signature = (thing, /))]
+    fn is_small_float(thing: &Bound<'_, PyAny>) -> PyResult<bool> {
+        guard(|| torch::is_small_float(thing))
     }
 
     /// Returns the argument names of a function for the tensors of `attend`.

@@ -121,24 +121,12 @@ impl<'py> Library<'py> {
     }
 
     /// Reads the memory of a tensor.
+    #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
-            Kind::Torch { torch, unreadable, .. } => {
-                // A `ValueError` means that the memory was read and does not fit. Otherwise the
-                // tensor may still have a kernel in PyTorch's dispatcher, unless it is not strided
-                // at all.
-                let wrong = |error: &PyErr| error.is_instance_of::<PyValueError>(tensor.py());
-                torch.read(tensor, name).map_err(|error| match wrong(&error) {
-                    true => error,
-                    false => match torch::is_strided(tensor, name) {
-                        Ok(()) => {
-                            unreadable.set(true);
-                            error
-                        }
-                        Err(odd) => odd,
-                    },
-                })
-            }
+            Kind::Torch { torch, unreadable, .. } => torch
+                .read(tensor, name)
+                .map_err(|error| why_unread(error, tensor, name, unreadable)),
             Kind::Arrays { .. } => Ok(self.borrow(tensor, name)?.0),
         }
     }
@@ -290,6 +278,28 @@ pub(crate) fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'
         Ok(made)
     });
     PyTuple::new(tensors.py(), crate::boundary::collect(made)?)
+}
+
+/// Returns the error for a PyTorch tensor that was not read, and notes if its memory is unreadable.
+#[cold]
+fn why_unread(
+    error: PyErr,
+    tensor: &Bound<'_, PyAny>,
+    name: &str,
+    unreadable: &Cell<bool>,
+) -> PyErr {
+    // A `ValueError` means that the memory was read and does not fit. Otherwise the tensor may still
+    // have a kernel in PyTorch's dispatcher, unless it is not strided at all.
+    if error.is_instance_of::<PyValueError>(tensor.py()) {
+        return error;
+    }
+    match torch::is_strided(tensor, name) {
+        Ok(()) => {
+            unreadable.set(true);
+            error
+        }
+        Err(odd) => odd,
+    }
 }
 
 /// Converts PyTorch's allocation error: on the CPU PyTorch raises a plain `RuntimeError`.

@@ -2,6 +2,7 @@
 
 use flashcore::Scores;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -34,20 +35,21 @@ impl Numbers {
     /// Reads the scale, the causal flag, the window, the chunk, the softcap, and the maximum
     /// numbers of queries and keys.
     pub(crate) fn read(called: Called, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
-        let number = |at| numbers.get_borrowed_item(at);
+        let [scale, causal, window_size, attention_chunk, softcap_given, most_queries, most_keys] =
+            items(numbers)?;
         let (scale_name, causal_name) = match called.function {
             Function::PyTorch | Function::Flex => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
         let [queries_name, keys_name] = called.function.most_names();
         Ok(Numbers {
-            scale: optional(&*number(0)?, |scale| finite(scale_name, scale))?,
-            causal: flag(causal_name, &*number(1)?)?,
-            window: window(&*number(2)?)?,
-            chunk: chunk(&*number(3)?)?,
-            softcap: softcap(&*number(4)?)?,
-            most_queries: optional(&*number(5)?, |most| integer(queries_name, most))?,
-            most_keys: optional(&*number(6)?, |most| integer(keys_name, most))?,
+            scale: optional(&scale, |scale| finite(scale_name, scale))?,
+            causal: flag(causal_name, &causal)?,
+            window: window(&window_size)?,
+            chunk: chunk(&attention_chunk)?,
+            softcap: softcap(&softcap_given)?,
+            most_queries: optional(&most_queries, |most| integer(queries_name, most))?,
+            most_keys: optional(&most_keys, |most| integer(keys_name, most))?,
             batch_invariant: called.batch_invariant,
         })
     }
@@ -151,17 +153,30 @@ impl Flags {
     /// Reads the rotary interleaving, the causal flag, window and chunk, whether the page table is
     /// called `block_table`, and the maximum numbers of queries and of new keys of a sequence.
     pub(crate) fn read(flags: &Bound<'_, PyTuple>) -> PyResult<Flags> {
-        let item = |at| flags.get_borrowed_item(at);
+        let [interleaved, causal, window_size, attention_chunk, blocks, most_queries, most_new] =
+            items(flags)?;
         Ok(Flags {
-            interleaved: flag("rotary_interleaved", &*item(0)?)?,
-            advancing: flag("causal", &*item(1)?)?
-                | (window(&*item(2)?)? != (None, None))
-                | (chunk(&*item(3)?)? > 0),
-            blocks: item(4)?.extract()?,
-            most_queries: optional(&*item(5)?, |most| integer("max_seqlen_q", most))?,
-            most_new: optional(&*item(6)?, |most| integer("max_seqlen_k_new", most))?,
+            interleaved: flag("rotary_interleaved", &interleaved)?,
+            advancing: flag("causal", &causal)?
+                | (window(&window_size)? != (None, None))
+                | (chunk(&attention_chunk)? > 0),
+            blocks: blocks.extract()?,
+            most_queries: optional(&most_queries, |most| integer("max_seqlen_q", most))?,
+            most_new: optional(&most_new, |most| integer("max_seqlen_k_new", most))?,
         })
     }
+}
+
+/// Returns the items of a tuple, as many as there must be.
+fn items<'a, 'py, const COUNT: usize>(
+    tuple: &'a Bound<'py, PyTuple>,
+) -> PyResult<[Borrowed<'a, 'py, PyAny>; COUNT]> {
+    let given = tuple.len();
+    if given != COUNT {
+        return Err(PyTypeError::new_err(format!("{given} numbers, expected {COUNT}")));
+    }
+    let mut items = tuple.iter_borrowed();
+    Ok(std::array::from_fn(|_| items.next().expect("they were counted")))
 }
 
 fn optional<'py, T>(
@@ -178,7 +193,19 @@ pub(crate) fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// Reads a 64-bit integer.
 pub(crate) fn integer(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
-    value.extract().map_err(|error| unfit(error, name, value, "a whole number of 64 bits"))
+    whole(value).map_err(|error| unfit(error, name, value, "a whole number of 64 bits"))
+}
+
+/// Reads a 64-bit integer. The number that Python returns with an error, -1, is what windows are
+/// unbounded with, so whether there is an error is asked in the cheapest way.
+#[inline]
+fn whole(value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    // SAFETY: any object; an error is set where it is no number that fits.
+    let number = unsafe { ffi::PyLong_AsLongLong(value.as_ptr()) };
+    if number == -1 && PyErr::occurred(value.py()) {
+        return Err(PyErr::fetch(value.py()));
+    }
+    Ok(number)
 }
 
 /// Reads a number that stays finite in 32 bits.
@@ -221,13 +248,14 @@ fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
         if side.is_none() {
             return Ok(None);
         }
-        let keys: i64 = side.extract().map_err(|error| unfit(error, name, value, expected))?;
+        let keys = whole(side).map_err(|error| unfit(error, name, value, expected))?;
         Ok(usize::try_from(keys).ok())
     };
     if let Ok(pair) = value.cast::<PyTuple>()
         && pair.len() == 2
     {
-        return Ok((side(&*pair.get_borrowed_item(0)?)?, side(&*pair.get_borrowed_item(1)?)?));
+        let [left, right] = items(pair)?;
+        return Ok((side(&left)?, side(&right)?));
     }
     if value.is_none() {
         return Ok((None, None));

@@ -210,6 +210,7 @@ pub(crate) struct Request {
 }
 
 /// Pairs the tensors of a call with their argument names; `None` and missing ones stay empty.
+#[inline]
 pub(crate) fn named<'py, const COUNT: usize>(
     names: &[&'static str; COUNT],
     tensors: &Bound<'py, PyTuple>,
@@ -226,11 +227,6 @@ pub(crate) fn named<'py, const COUNT: usize>(
         }
     }
     Ok(named)
-}
-
-/// Returns which of a call's tensors are given, one bit for each index.
-pub(crate) fn bits(is_given: impl Fn(usize) -> bool) -> u64 {
-    (0..TENSORS).fold(0, |bits, at| bits | u64::from(is_given(at)) << at)
 }
 
 /// Returns a required tensor, or an error that names it.
@@ -252,54 +248,61 @@ impl Request {
         numbers: Numbers,
         read: impl Fn(&Bound<'py, PyAny>, &str, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        let given = bits(|at| tensors[at].1.is_some());
-        Request::new(function, given, numbers, |at, whole| {
+        let is_given = |at: usize| tensors[at].1.is_some();
+        Request::new(function, is_given, numbers, |at, whole| {
             let tensor = &tensors[at];
             read(needed(tensor)?, tensor.0, whole)
         })
     }
 
-    /// Builds a request from the tensors whose bit is set in `given`. `memory` gets a tensor's
+    /// Builds a request from the tensors that are given, by their indices. `memory` gets a tensor's
     /// index and whether it must be contiguous.
     pub(crate) fn new(
         function: Function,
-        given: u64,
+        is_given: impl Fn(usize) -> bool,
         numbers: Numbers,
         memory: impl Fn(usize, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
         // Most optional tensors are not given; `memory` is not called for them.
         let optional = |at: usize, whole: bool| -> PyResult<Optional> {
             let read = || memory(at, whole).map(Box::new);
-            (given & 1 << at != 0).then(read).transpose()
+            is_given(at).then(read).transpose()
         };
         let list = |at: usize| optional(at, true);
         let (query_starts, key_starts) = (list(3)?, list(4)?);
-        let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
-            let name = function.names()[at];
-            if given & 1 << at == 0 {
-                return Err(missing(name));
-            }
-            let memory = memory(at, false)?;
-            Ok((memory, function.order(packed).view(name, &memory)?))
+        let needed = |at: usize| match is_given(at) {
+            true => memory(at, false),
+            false => Err(missing(function.names()[at])),
+        };
+        let view = |at: usize, packed: bool, memory: &Memory| {
+            function.order(packed).view(function.names()[at], memory)
+        };
+        let rows = |at: usize, packed: bool| match needed(at) {
+            Ok(ref memory) => view(at, packed, memory),
+            Err(error) => Err(error),
         };
         let factors = |at: usize| optional(at, false);
-        let pages = list(9)?;
-        let (given, query) = rows(0, query_starts.is_some())?;
+        let mut pages = list(9)?;
+        let given = needed(0)?;
+        let query = view(0, query_starts.is_some(), &given)?;
         let sequences = query_starts.as_ref().map(|starts| starts.sizes[0] - 1);
         let sequences = sequences.unwrap_or(query.form.sizes[0]);
+        if let Some(table) = &mut pages {
+            **table = table.first_rows(sequences);
+        }
         Ok(Request {
             function,
             given,
             query,
-            key: rows(1, key_starts.is_some())?.1,
-            value: rows(2, key_starts.is_some())?.1,
+            key: rows(1, key_starts.is_some())?,
+            value: rows(2, key_starts.is_some())?,
             query_starts,
             key_starts,
             query_lengths: list(5)?,
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: pages.map(|table| Box::new(table.first_rows(sequences))),
+            pages,
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
@@ -325,8 +328,7 @@ impl Request {
 
     /// Checks the tensors against each other and returns the problem that they pose.
     pub(crate) fn problem(&self) -> PyResult<Problem> {
-        let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
-            *self.names();
+        let [q, k, v, cu_q, ..] = *self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
         query.query(q)?;
         let unequal = || {
@@ -371,16 +373,18 @@ impl Request {
             None => batch,
             Some(starts) => starts.starts(cu_q)?,
         };
-        for (name, list, expected) in [
-            (cu_q, &self.query_starts, sequences + 1),
-            (cu_k, &self.key_starts, sequences + 1),
-            (used_q, &self.query_lengths, sequences),
-            (used_k, &self.key_lengths, sequences),
-            (leftpad, &self.left_padding, sequences),
-            (entries, &self.entries, sequences),
-        ] {
+        let lists = [
+            &self.query_starts,
+            &self.key_starts,
+            &self.query_lengths,
+            &self.key_lengths,
+            &self.left_padding,
+            &self.entries,
+        ];
+        for (at, list) in lists.into_iter().enumerate() {
             let Some(list) = list else { continue };
-            list.entries(name, expected, sequences, self.first())?;
+            let (name, is_starts) = (self.names()[3 + at], at < 2);
+            list.entries(name, sequences + i64::from(is_starts), sequences, self.first())?;
             list.on(name, query.place, q)?;
         }
 
@@ -421,6 +425,7 @@ impl Request {
             problem = problem.batch_invariant();
         }
         if let Some(memory) = &self.slopes {
+            let slopes = self.names()[10];
             memory.floats(slopes, query.place, q)?;
             problem.scores.alibi = match memory.sizes() {
                 [given] if *given == heads => Alibi::PerHead,
@@ -433,6 +438,7 @@ impl Request {
             };
         }
         if let Some(memory) = &self.sinks {
+            let sinks = self.names()[11];
             memory.floats(sinks, query.place, q)?;
             if memory.sizes() != [heads] {
                 return Err(PyValueError::new_err(format!(
@@ -549,8 +555,12 @@ impl Request {
 
     /// Returns the output as (batch, length, heads, dim) at an address.
     pub(crate) fn output_at(&self, address: u64) -> PyResult<View> {
-        let memory = Memory { address, ..self.output() };
-        self.function.order(self.query_starts.is_some()).view("out", &memory)
+        self.as_output(&Memory { address, ..self.output() })
+    }
+
+    /// Returns the output as (batch, length, heads, dim) in a tensor of the caller's dimension order.
+    pub(crate) fn as_output(&self, memory: &Memory) -> PyResult<View> {
+        self.function.order(self.query_starts.is_some()).view("out", memory)
     }
 
     /// Returns the output as (batch, length, heads, dim) in the caller's `out`, or why `out` does
@@ -571,7 +581,7 @@ impl Request {
                 expected.sizes()
             )));
         }
-        let view = self.function.order(self.query_starts.is_some()).view("out", out)?;
+        let view = self.as_output(out)?;
         view.form.usable("out")?;
         Ok(view)
     }
@@ -592,20 +602,19 @@ impl Request {
     ) -> Tensors {
         let all = [&self.query, &self.key, &self.value, output];
         let all = all.map(|view| view.on_device(self.query.address));
-        let mut tensors = Tensors {
-            descales: descales.map(|it| it.map(|view| view.on_device(self.query.address))),
-            query_starts: address(self.query_starts.as_deref()),
-            query_lengths: address(self.query_lengths.as_deref()),
-            key_starts: address(self.key_starts.as_deref()),
-            key_lengths: address(self.key_lengths.as_deref()),
-            left_padding: address(self.left_padding.as_deref()),
-            batch_index: address(self.entries.as_deref()),
-            block_table: address(self.pages.as_deref()),
-            slopes: address(self.slopes.as_deref()),
-            sinks: address(self.sinks.as_deref()),
-            ..Tensors::new(all, lse.map(DeviceAddress))
-        };
-        // The captured tensors take a kilobyte, which calls without functions need not write again.
+        // Changed in place: the captured tensors take a kilobyte, which calls without functions need
+        // not write again.
+        let mut tensors = Tensors::new(all, lse.map(DeviceAddress));
+        tensors.descales = descales.map(|it| it.map(|view| view.on_device(self.query.address)));
+        tensors.query_starts = address(self.query_starts.as_deref());
+        tensors.query_lengths = address(self.query_lengths.as_deref());
+        tensors.key_starts = address(self.key_starts.as_deref());
+        tensors.key_lengths = address(self.key_lengths.as_deref());
+        tensors.left_padding = address(self.left_padding.as_deref());
+        tensors.batch_index = address(self.entries.as_deref());
+        tensors.block_table = address(self.pages.as_deref());
+        tensors.slopes = address(self.slopes.as_deref());
+        tensors.sinks = address(self.sinks.as_deref());
         if !self.captured.is_empty() {
             tensors.captured = self.captured.on_device();
         }

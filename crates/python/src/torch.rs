@@ -35,6 +35,8 @@ pub(crate) struct Torch {
     float16: Py<PyAny>,
     bfloat16: Py<PyAny>,
     int32: Py<PyAny>,
+    /// The element types of 8-bit floats.
+    small_floats: [Py<PyAny>; 2],
     is_grad_enabled: Py<PyAny>,
     /// Returns whether autocast is on for any kind of device.
     autocasting: Option<Py<PyAny>>,
@@ -69,6 +71,10 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         float16: module.getattr("float16")?.unbind(),
         bfloat16: module.getattr("bfloat16")?.unbind(),
         int32: module.getattr("int32")?.unbind(),
+        small_floats: [
+            module.getattr("float8_e4m3fn")?.unbind(),
+            module.getattr("float8_e5m2")?.unbind(),
+        ],
         is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
         autocasting: inner.getattr("_is_any_autocast_enabled").ok().map(Bound::unbind),
         increment_version: graph
@@ -81,6 +87,39 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     // Only the first import sets it.
     let _ = TORCH.set(py, torch);
     Ok(())
+}
+
+/// Returns whether something is a PyTorch tensor of 8-bit floats.
+pub(crate) fn is_small_float(thing: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = thing.py();
+    let Some(torch) = TORCH.get(py) else { return Ok(false) };
+    let class = torch.tensor.bind(py);
+    if thing.get_type_ptr().cast() == class.as_ptr()
+        && let Some(stable) = torch.stable
+        && let Some(element) = stable.element(thing)
+    {
+        return Ok(matches!(element, Element::Float(DType::E4M3 | DType::E5M2)));
+    }
+    if !thing.is_instance(class)? {
+        return Ok(false);
+    }
+    let dtype = thing.getattr(intern!(py, "dtype"))?;
+    Ok(torch.small_floats.iter().any(|small| dtype.is(small)))
+}
+
+/// Returns whether tensors, but for those that are None, are plain tensors of PyTorch's in f16 or bf16
+/// with which neither function transforms nor autocast have anything to do.
+pub(crate) fn are_plain_halves(tensors: &Bound<'_, PyTuple>) -> bool {
+    let py = tensors.py();
+    let Some((torch, stable)) = TORCH.get(py).and_then(|torch| Some((torch, torch.stable?))) else {
+        return false;
+    };
+    let half = |tensor: Borrowed<'_, '_, PyAny>| {
+        let halves = [DType::F16, DType::BF16].map(|dtype| Some(Element::Float(dtype)));
+        tensor.get_type_ptr().cast() == torch.tensor.as_ptr()
+            && halves.contains(&stable.plain_element(&tensor))
+    };
+    stable.never_transformed() && tensors.iter_borrowed().all(|it| it.is_none() || half(it))
 }
 
 /// The path that a call on these tensors takes.
@@ -192,21 +231,26 @@ impl Torch {
     }
 
     /// Reads the memory of a tensor.
+    #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+        if let Some(stable) = self.stable
+            && let Some(memory) = stable.read(tensor)
+        {
+            memory.exists(name)?;
+            return Ok(memory);
+        }
         if let Some(exchange) = self.exchange {
-            let memory = exchange.read(tensor, name);
-            let memory = memory.map_err(|error| unreadable(tensor, name, error))?;
-            // GPU memory is freed in stream order, and checking its storage would take longer than
-            // a launch.
-            return match memory.place {
-                Place::Host => holds(tensor, name, &memory).map(|()| memory),
-                Place::Cuda(_) => Ok(memory),
+            return match exchange.read(tensor, name) {
+                // GPU memory is freed in stream order, and checking its storage would take longer
+                // than a launch.
+                Ok(memory) if memory.place == Place::Host => {
+                    holds(tensor, name, &memory).map(|()| memory)
+                }
+                Err(error) => Err(unreadable(tensor, name, error)),
+                read => read,
             };
         }
-        // PyTorch refuses to export a tensor that requires grad, even where nothing is recorded.
-        let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
-        // -1: no stream of ours has to wait, since the work goes to PyTorch's current stream.
-        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
+        export(tensor, name)
     }
 
     /// Increments a tensor's version counter while grad mode is on: it was written in place.
@@ -295,8 +339,9 @@ impl Torch {
         let mut made = lock(&self.made);
         let same = |(kept, _): &&(Memory, Py<PyTuple>)| {
             kept.element == memory.element
-                && kept.sizes() == memory.sizes()
-                && kept.strides() == memory.strides()
+                && kept.dimensions == memory.dimensions
+                && kept.sizes == memory.sizes
+                && kept.strides == memory.strides
         };
         if let Some((_, arguments)) = made.iter().find(same) {
             return Ok(arguments.bind(py).clone());
@@ -359,6 +404,15 @@ impl Torch {
         }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
+}
+
+/// Reads the memory of a tensor of a PyTorch before 2.10.
+#[cold]
+fn export(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+    // PyTorch refuses to export a tensor that requires grad, even where nothing is recorded.
+    let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
+    // -1: no stream of ours has to wait, since the work goes to PyTorch's current stream.
+    Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
 }
 
 /// Replaces PyTorch's error if the cause is a tensor without strided memory.

@@ -29,12 +29,12 @@ impl fmt::Display for Place {
 impl Place {
     /// Refuses a tensor that is not on the device of the first tensor.
     pub(crate) fn same(self, name: &str, place: Place, first: &str) -> PyResult<()> {
-        match self == place {
-            true => Ok(()),
-            false => Err(PyValueError::new_err(format!(
-                "{name} is on {self}, expected {place} like {first}"
-            ))),
-        }
+        if self == place { Ok(()) } else { Err(self.differs(name, place, first)) }
+    }
+
+    #[cold]
+    fn differs(self, name: &str, place: Place, first: &str) -> PyErr {
+        PyValueError::new_err(format!("{name} is on {self}, expected {place} like {first}"))
     }
 }
 
@@ -54,6 +54,14 @@ impl Element {
             Element::I32 => 4,
             Element::Other(_, bits) => u64::from(bits).div_ceil(8),
         }
+    }
+
+    #[cold]
+    fn unusable(self, name: &str) -> PyErr {
+        PyTypeError::new_err(format!(
+            "{name} has element type {self}, expected float16, bfloat16, float32, float8_e4m3fn, \
+             float8_e5m2, or int8 for keys and values"
+        ))
     }
 }
 
@@ -102,21 +110,26 @@ impl Memory {
 
     /// Refuses a tensor with elements but no memory: one whose storage was freed (its address is 0
     /// or a small offset), and one whose strides exceed the address space.
+    #[inline]
     pub(crate) fn exists(&self, name: &str) -> PyResult<()> {
         /// No system maps the first page.
         const PAGE: u64 = 4096;
-        if self.sizes().contains(&0) {
-            return Ok(());
+        match (self.address >= PAGE, self.reach()) {
+            (true, Some(_)) => Ok(()),
+            (there, _) => self.missing(name, there),
         }
-        if self.address < PAGE {
-            return Err(PyTypeError::new_err(format!(
+    }
+
+    /// Says why the elements of a tensor do not exist, if it has any.
+    #[cold]
+    fn missing(&self, name: &str, there: bool) -> PyResult<()> {
+        match there {
+            _ if self.sizes().contains(&0) => Ok(()),
+            false => Err(PyTypeError::new_err(format!(
                 "{name} has elements and no memory that they are in, expected a tensor whose memory was not \
                  given back"
-            )));
-        }
-        match self.reach() {
-            Some(_) => Ok(()),
-            None => Err(PyValueError::new_err(format!(
+            ))),
+            true => Err(PyValueError::new_err(format!(
                 "{name} has strides {:?} for sizes {:?}, expected elements that are all in memory",
                 self.strides(),
                 self.sizes()
@@ -127,9 +140,11 @@ impl Memory {
     /// Returns the bytes from the first element to the end of the last one, or None on overflow.
     /// Negative strides do not count.
     pub(crate) fn reach(&self) -> Option<i64> {
-        let steps = self.sizes().iter().zip(self.strides());
-        let last = steps.map(|(size, stride)| (size - 1).checked_mul((*stride).max(0)));
-        let last = last.into_iter().try_fold(0_i64, |all, it| all.checked_add(it?))?;
+        // Sizes beyond the last dimension are one, and add nothing.
+        let mut last = 0_i64;
+        for (size, stride) in self.sizes.iter().zip(&self.strides) {
+            last = last.checked_add((size - 1).checked_mul((*stride).max(0))?)?;
+        }
         last.checked_add(1)?.checked_mul(self.element.bytes() as i64)
     }
 
@@ -144,7 +159,8 @@ impl Memory {
     /// Returns whether the tensor is contiguous. Strides of dimensions of size one are ignored.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut whole = 1_i64;
-        self.sizes().iter().zip(self.strides()).rev().all(|(size, stride)| {
+        // Sizes beyond the last dimension are one too.
+        self.sizes.iter().zip(&self.strides).rev().all(|(size, stride)| {
             let fits = *size <= 1 || *stride == whole;
             whole = whole.saturating_mul(*size.max(&1));
             fits
@@ -329,10 +345,7 @@ impl Memory {
     pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
-            other => Err(PyTypeError::new_err(format!(
-                "{name} has element type {other}, expected float16, bfloat16, float32, \
-                 float8_e4m3fn, float8_e5m2, or int8 for keys and values"
-            ))),
+            other => Err(other.unusable(name)),
         }
     }
 }
@@ -352,30 +365,21 @@ impl Form {
     pub(crate) fn usable(&self, name: &str) -> PyResult<()> {
         self.usable_strides(name)?;
         let dim = self.sizes[3];
-        if !(8..=256).contains(&dim) || dim % 8 != 0 {
-            return Err(PyValueError::new_err(format!(
-                "{name} has head dim {dim}, expected a multiple of 8 up to 256"
-            )));
+        match (8..=256).contains(&dim) && dim % 8 == 0 {
+            true => Ok(()),
+            false => Err(unusable_dim(name, dim)),
         }
-        Ok(())
     }
 
     /// Refuses strides that no back end reads.
     pub(crate) fn usable_strides(&self, name: &str) -> PyResult<()> {
-        let empty = self.sizes.contains(&0);
-        if !empty && self.sizes[3] > 1 && self.strides[3] != 1 {
-            return Err(PyValueError::new_err(format!(
-                "{name} has stride {} in its last dimension, expected 1: call .contiguous() or \
-                 copy it",
-                self.strides[3]
-            )));
+        if self.sizes[3] > 1 && self.strides[3] != 1 && !self.sizes.contains(&0) {
+            return Err(apart(name, self.strides[3]));
         }
-        if self.strides.iter().any(|stride| *stride < 0) {
-            return Err(PyValueError::new_err(format!(
-                "{name} has a negative stride, expected none: copy it"
-            )));
+        match self.strides.iter().any(|stride| *stride < 0) {
+            true => Err(backward(name)),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     /// Refuses int8 queries: only keys and values may be integers.
@@ -401,14 +405,35 @@ impl Form {
     /// Refuses another element type or device than the first tensor's.
     pub(crate) fn like(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
         self.place.same(name, other.place, first)?;
-        if self.dtype != other.dtype {
-            return Err(PyTypeError::new_err(format!(
-                "{name} has element type {}, expected {} like {first}",
-                self.dtype, other.dtype
-            )));
+        match self.dtype == other.dtype {
+            true => Ok(()),
+            false => Err(other_dtype(name, self.dtype, other.dtype, first)),
         }
-        Ok(())
     }
+}
+
+#[cold]
+fn apart(name: &str, stride: i64) -> PyErr {
+    PyValueError::new_err(format!(
+        "{name} has stride {stride} in its last dimension, expected 1: call .contiguous() or copy it"
+    ))
+}
+
+#[cold]
+fn backward(name: &str) -> PyErr {
+    PyValueError::new_err(format!("{name} has a negative stride, expected none: copy it"))
+}
+
+#[cold]
+fn unusable_dim(name: &str, dim: i64) -> PyErr {
+    PyValueError::new_err(format!("{name} has head dim {dim}, expected a multiple of 8 up to 256"))
+}
+
+#[cold]
+fn other_dtype(name: &str, given: DType, expected: DType, first: &str) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{name} has element type {given}, expected {expected} like {first}"
+    ))
 }
 
 /// A tensor of rows, (batch, length, heads, dim), in memory.
@@ -473,20 +498,22 @@ impl Order {
             (Order::Packed, &[a, b, c], &[x, y, z]) => ([1, a, b, c], [0, x, y, z]),
             (Order::Padded, &[a, b, c, d], &[x, y, z, w]) => ([a, b, c, d], [x, y, z, w]),
             (Order::HeadsFirst, &[a, b, c, d], &[x, y, z, w]) => ([a, c, b, d], [x, z, y, w]),
-            _ => {
-                let (count, expected) = match self {
-                    Order::Packed => (3, "(rows of all sequences, heads, head dim)"),
-                    Order::Padded => (4, "(batch, length, heads, head dim)"),
-                    Order::HeadsFirst => (4, "(batch, heads, length, head dim)"),
-                };
-                return Err(PyValueError::new_err(format!(
-                    "{name} has {} dimensions, expected {count}: {expected}",
-                    memory.dimensions
-                )));
-            }
+            _ => return Err(self.misfit(name, memory.dimensions)),
         };
         let form = Form { sizes, strides, dtype, place: memory.place };
         Ok(View { address: memory.address, form })
+    }
+
+    #[cold]
+    fn misfit(self, name: &str, dimensions: usize) -> PyErr {
+        let (count, expected) = match self {
+            Order::Packed => (3, "(rows of all sequences, heads, head dim)"),
+            Order::Padded => (4, "(batch, length, heads, head dim)"),
+            Order::HeadsFirst => (4, "(batch, heads, length, head dim)"),
+        };
+        PyValueError::new_err(format!(
+            "{name} has {dimensions} dimensions, expected {count}: {expected}"
+        ))
     }
 
     /// Converts (batch, length, heads, dim) sizes to the caller's order.

@@ -150,13 +150,16 @@ impl Executable {
                 continue;
             }
             let find = |source| self.find(source, &held, addresses);
-            let last = match bound[index].take() {
-                Some(last) => step.rebind(stream, last, find)?,
-                None => step.bind(stream, find)?,
+            // After an error all of `bound` is dropped, since some of its arguments may have changed.
+            let last = match &mut bound[index] {
+                Some(last) => {
+                    step.rebind(stream, last, find)?;
+                    last
+                }
+                none => none.insert(step.bind(stream, find)?),
             };
-            let last = step.bind_captured(last, addresses)?;
+            step.bind_captured(last, addresses)?;
             step.kernel.launch(stream, step.blocks, &last.arguments)?;
-            bound[index] = Some(last);
         }
         lock(&self.idle).push(bound);
         Ok(())
@@ -238,11 +241,7 @@ impl Step {
     }
 
     /// Sets the extents and strides of this call's captured tensors.
-    fn bind_captured(
-        &self,
-        mut bound: Bound,
-        addresses: &impl Addresses,
-    ) -> Result<Bound, GpuError> {
+    fn bind_captured(&self, bound: &mut Bound, addresses: &impl Addresses) -> Result<(), GpuError> {
         for (index, captured) in &self.captured {
             let number = addresses.captured(*captured);
             match captured.part {
@@ -251,17 +250,16 @@ impl Step {
                 _ => bound.arguments.set(*index, number)?,
             }
         }
-        Ok(bound)
+        Ok(())
     }
 
-    /// Replaces the arguments whose address has changed since the last launch. On an error the
-    /// arguments are dropped, since some of them may have changed already.
+    /// Replaces the arguments whose address has changed since the last launch.
     fn rebind(
         &self,
         stream: &Stream,
-        mut bound: Bound,
+        bound: &mut Bound,
         find: impl Fn(Source) -> DeviceAddress,
-    ) -> Result<Bound, GpuError> {
+    ) -> Result<(), GpuError> {
         for ((index, source), last) in self.moving.iter().zip(&mut bound.addresses) {
             let address = find(*source);
             if *last == address {
@@ -273,7 +271,7 @@ impl Step {
             }
             *last = address;
         }
-        Ok(bound)
+        Ok(())
     }
 }
 

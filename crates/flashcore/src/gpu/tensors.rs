@@ -234,15 +234,11 @@ impl Tensors {
     pub(super) fn validate(&self, problem: &Problem) -> Result<(), GpuError> {
         let Problem { queries, keys, lists, scores, .. } = problem;
         let check = |tensor: &'static str, given: Option<DeviceAddress>, expected: bool| {
-            let reason = match given {
-                None if expected => "it is missing".to_owned(),
-                Some(_) if !expected => "the problem has none".to_owned(),
-                Some(address) if !address.0.is_multiple_of(4) => {
-                    format!("its address {address} is not a multiple of 4")
-                }
-                _ => return Ok(()),
+            let fits = match given {
+                None => !expected,
+                Some(address) => expected && address.0.is_multiple_of(4),
             };
-            Err(GpuError::Tensor { tensor, reason })
+            if fits { Ok(()) } else { Err(misfit(tensor, given, expected)) }
         };
         check("list of query starts", self.query_starts, queries.is_packed())?;
         check("list of query lengths", self.query_lengths, lists.query_lengths)?;
@@ -283,6 +279,17 @@ impl Tensors {
         check("gradient of the sinks", sinks, backward && scores.sinks)?;
         check("log-sum-exp", self.lse, self.lse.is_some() || problem.lse)
     }
+}
+
+/// Makes the error for a list that is missing, unexpected or misaligned.
+#[cold]
+fn misfit(tensor: &'static str, given: Option<DeviceAddress>, expected: bool) -> GpuError {
+    let reason = match given {
+        None => "it is missing".to_owned(),
+        Some(_) if !expected => "the problem has none".to_owned(),
+        Some(address) => format!("its address {address} is not a multiple of 4"),
+    };
+    GpuError::Tensor { tensor, reason }
 }
 
 impl Addresses for Tensors {

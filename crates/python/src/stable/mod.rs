@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 use self::exception::Cxx;
 use crate::boundary::guard;
 use crate::error;
-use crate::view::{Element, Place};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
 
 pub(crate) use self::arguments::{Arguments, Value};
 pub(crate) use self::exception::{Failed, kernel};
@@ -83,6 +83,14 @@ pub(crate) struct Stable {
     unwrap: unsafe extern "C" fn(Handle, *mut ffi::PyObject, bool) -> bool,
     /// Whether a Python tensor object holds its handle directly behind the `PyObject` header.
     begin_with_handle: OnceLock<bool>,
+    /// As `data`, for memory that may be written: a lazy copy becomes a real one.
+    mutable_data: Ask<*mut c_void>,
+    /// The address of the virtual functions of `c10::TensorImpl`, the class of plain tensors: sparse,
+    /// nested and quantized tensors and those of function transforms are of classes derived from it.
+    plain: Option<usize>,
+    /// Returns where this thread has its state of function transforms (`torch.func`): null before the
+    /// first of them. The function is absent where PyTorch has renamed it.
+    transforms: Option<unsafe extern "C" fn() -> *const *const c_void>,
     /// Returns whether a tensor has the negative bit: it stands for the negative of its memory.
     negative: unsafe extern "C" fn(Handle) -> bool,
     /// PyTorch's global settings, and whether they ask for deterministic algorithms.
@@ -163,6 +171,11 @@ impl Stable {
                     c"_ZN8pybind116detail11type_casterIN2at6TensorEvE4loadENS_6handleEb",
                 )?,
                 begin_with_handle: OnceLock::new(),
+                mutable_data: function(library, c"torch_get_mutable_data_ptr")?,
+                // Behind the offset and the type information that a table of them begins with.
+                plain: function::<usize>(library, c"_ZTVN3c1010TensorImplE")
+                    .map(|table| table + 2 * size_of::<usize>()),
+                transforms: function(library, c"_ZN2at9functorch20functorchTLSAccessorEv"),
                 negative: function(library, c"_ZN2at6native6is_negERKNS_6TensorE")?,
                 settings: function(library, c"_ZN2at13globalContextEv")?,
                 deterministic: function(library, c"_ZNK2at7Context23deterministicAlgorithmsEv")?,
@@ -384,6 +397,75 @@ impl Stable {
         (asked == 0).then_some((data as u64, place))
     }
 
+    /// Reads the memory of a Python tensor object on a CUDA device. None if it must be asked in another
+    /// way: what is no plain tensor there, and what is wrong with it, is DLPack's to say.
+    ///
+    /// DLPack first takes a reference to the tensor. Where Python has the only one that costs as much
+    /// as the rest.
+    pub(crate) fn read(&'static self, object: &Bound<'_, PyAny>) -> Option<Memory> {
+        let handle = self.plain_handle_of(object)?;
+        if ask(handle, self.device_type)? != self.cuda {
+            return None;
+        }
+        let place = Place::Cuda(u32::try_from(ask(handle, self.device_index)?).ok()?);
+        let element = self.element_of(ask(handle, self.dtype)?);
+        if matches!(element, Element::Other(..)) {
+            return None;
+        }
+        let (mut count, mut sizes, mut strides, mut data) = (0, null(), null(), null_mut());
+        // SAFETY: the handle of the object's tensor; sizes and strides are as many numbers as dimensions, which the tensor keeps.
+        unsafe {
+            let asked = (self.dimensions)(handle, &mut count)
+                | (self.sizes)(handle, &mut sizes)
+                | (self.strides)(handle, &mut strides)
+                | (self.mutable_data)(handle, &mut data);
+            let dimensions = usize::try_from(count).ok()?;
+            if asked != 0 || dimensions > MOST_DIMENSIONS {
+                return None;
+            }
+            let mut memory = Memory::nowhere(element, place, dimensions);
+            for at in 0..dimensions {
+                (memory.sizes[at], memory.strides[at]) = (*sizes.add(at), *strides.add(at));
+            }
+            memory.address = data as u64;
+            Some(memory)
+        }
+    }
+
+    /// Returns the handle inside a Python tensor object, if it is one of a plain tensor.
+    fn plain_handle_of(&'static self, object: &Bound<'_, PyAny>) -> Option<Handle> {
+        let handle = self.handle_of(object)?;
+        // SAFETY: what a handle points to is a pointer to the tensor, which begins with one to the virtual
+        // functions of its class.
+        (Some(unsafe { **handle.cast::<*const usize>() }) == self.plain).then_some(handle)
+    }
+
+    /// Returns the element type of a Python tensor object. None if this PyTorch must be asked in another
+    /// way.
+    pub(crate) fn element(&'static self, object: &Bound<'_, PyAny>) -> Option<Element> {
+        Some(self.element_of(ask(self.handle_of(object)?, self.dtype)?))
+    }
+
+    /// Returns the element type of a Python tensor object that is plain and on the CPU or a CUDA device.
+    pub(crate) fn plain_element(&'static self, object: &Bound<'_, PyAny>) -> Option<Element> {
+        let handle = self.plain_handle_of(object)?;
+        let device = ask(handle, self.device_type)?;
+        let element = self.element_of(ask(handle, self.dtype)?);
+        (device == self.cpu || device == self.cuda).then_some(element)
+    }
+
+    /// Returns whether this thread has never used a function transform.
+    pub(crate) fn never_transformed(&self) -> bool {
+        // SAFETY: the address of a pointer of this thread's.
+        self.transforms.is_some_and(|transforms| unsafe { (*transforms()).is_null() })
+    }
+
+    /// Returns the element type of PyTorch's number for it.
+    fn element_of(&self, dtype: i32) -> Element {
+        let known = self.dtypes.iter().find(|(known, _)| *known == dtype);
+        known.map_or(Element::Other("type", 8), |(_, element)| *element)
+    }
+
     /// Returns whether PyTorch's deterministic algorithms are on.
     pub(crate) fn is_deterministic(&self) -> bool {
         // SAFETY: PyTorch's settings, which it keeps.
@@ -416,6 +498,13 @@ impl Stable {
             Err(error) => torch.cxx.fail(&error),
         }
     }
+}
+
+/// Asks a tensor for a number. None if it fails.
+fn ask(handle: Handle, ask: Ask<i32>) -> Option<i32> {
+    let mut answer = -1;
+    // SAFETY: callers have a tensor's handle; writes one number.
+    (unsafe { ask(handle, &mut answer) } == 0).then_some(answer)
 }
 
 /// Makes the error for a failed allocation of PyTorch's.

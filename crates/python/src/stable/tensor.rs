@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::{Ask, Handle, Stable, VERSION, done, no_memory};
-use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
+use crate::view::{MOST_DIMENSIONS, Memory, Place};
 
 /// An owned reference to a PyTorch tensor.
 pub(crate) struct Tensor {
@@ -49,7 +49,6 @@ impl Tensor {
             }
         }
         let dtype = self.ask(name, torch.dtype, 0)?;
-        let known = torch.dtypes.iter().find(|(known, _)| *known == dtype);
         let place = match self.ask(name, torch.device_type, 0)? {
             kind if kind == torch.cpu => Place::Host,
             kind if kind == torch.cuda => {
@@ -66,7 +65,7 @@ impl Tensor {
             dimensions,
             sizes,
             strides,
-            element: known.map_or(Element::Other("type", 8), |(_, element)| *element),
+            element: torch.element_of(dtype),
             place,
         })
     }
