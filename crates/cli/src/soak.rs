@@ -17,7 +17,7 @@ pub(crate) struct Arguments {
     #[arg(long = "for", value_name = "DURATION", value_parser = duration)]
     duration: Option<Duration>,
     /// How many problems at most
-    #[arg(long, value_name = "COUNT")]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     problems: Option<u64>,
     /// Makes it the same problems again [default: new ones]
     #[arg(long)]
@@ -71,7 +71,12 @@ fn duration(text: &str) -> Result<Duration, String> {
         _ => return Err(format!("`{text}` is no duration such as 90s, 8m or 1h")),
     };
     let given: f64 = number.parse().map_err(|_| format!("`{number}` is no number"))?;
-    Duration::try_from_secs_f64(given * seconds).map_err(|error| error.to_string())
+    let duration =
+        Duration::try_from_secs_f64(given * seconds).map_err(|error| error.to_string())?;
+    if duration.is_zero() {
+        return Err("no problem is answered in no time".to_owned());
+    }
+    Ok(duration)
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
@@ -182,7 +187,7 @@ mod tests {
         assert_eq!(duration("1.5m"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(duration("1h"), Ok(Duration::from_secs(3600)));
-        for wrong in ["", "8", "m", "-1s", "8 m", "1e30h", "nans", "8d"] {
+        for wrong in ["", "8", "m", "-1s", "8 m", "1e30h", "nans", "8d", "0s"] {
             assert!(duration(wrong).is_err(), "{wrong}");
         }
     }

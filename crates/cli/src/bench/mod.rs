@@ -38,6 +38,9 @@ enum Action {
     Sets,
 }
 
+/// Who is measured with gradients.
+const WITH_GRADIENTS: &str = "flashcore,cudnn,fa4";
+
 #[derive(Args)]
 struct Measure {
     /// A set of problems by name (see `bench sets`), or a file with one on each line
@@ -49,8 +52,10 @@ struct Measure {
     /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, backward, configurations,
     /// pageN (one query over pages of N keys), invariant (bits that do not depend on the batch), cudnn, fa2, fa3, fa4, efficient, flex, jax;
     /// NAME=CANDIDATE gives one another name
-    #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
-          default_value = "flashcore,cudnn,fa3")]
+    /// [default: flashcore,cudnn,fa3; flashcore,cudnn,fa4 with gradients, which fa3 does not have]
+    #[arg(long, value_delimiter = ',', value_parser = Candidate::parse, hide_default_value = true,
+          default_value = "flashcore,cudnn,fa3",
+          default_value_ifs = [("backward", "true", WITH_GRADIENTS), ("step", "true", WITH_GRADIENTS)])]
     candidates: Vec<Candidate>,
     /// Measure the backward pass of the problems: from the gradient of the output to those of query,
     /// key and value (peers: cudnn, fa2, fa4, efficient)

@@ -84,6 +84,10 @@ fn gradients_are_planned() {
             let kernel = line["kernel"].as_str().unwrap_or_default();
             assert!(kernel.starts_with("backward_bf16_d64x64"), "{line}");
         }
+        // FlashAttention-3's wheel has no gradients.
+        let planned = answer(&[&["bench", how], &given[..]].concat());
+        let names = planned["planned"].as_array().unwrap().iter().map(|line| &line["candidate"]);
+        assert_eq!(names.collect::<Vec<_>>(), ["flashcore", "cudnn", "fa4"]);
     }
     assert!(fail(2, &["bench", "--backward", "--step"]).contains("cannot be used with"));
 }
