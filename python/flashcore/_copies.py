@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError:
     torch = None  # type: ignore[assignment,unused-ignore]
 
-_MULTIPLE, _WIDEST = 8, 256
+_MULTIPLE, WIDEST = 8, 256
 _told: set[str] = set()
 
 
@@ -39,7 +39,7 @@ def attend(
     if parts is None or not any(_is_odd(tensor) for tensor in parts):
         return None
     q, k, v = parts
-    if q.shape[-1] > _WIDEST or q.shape[-1] != k.shape[-1] or not v.shape[-1]:
+    if q.shape[-1] > WIDEST or q.shape[-1] != k.shape[-1] or not v.shape[-1]:
         # No kernel serves these head dims; padding would only hide that, so the call itself reports
         # it.
         return None
@@ -52,8 +52,8 @@ def attend(
         _check_out(out, q, (*q.shape[:-1], v.shape[-1]))
     lists = tensors[3:15]
     outputs, sums = [], None
-    for begin in range(0, v.shape[-1], _WIDEST):
-        piece = v[..., begin : begin + _WIDEST]
+    for begin in range(0, v.shape[-1], WIDEST):
+        piece = v[..., begin : begin + WIDEST]
         filled = fill(_side_by_side(piece))
         result = call((q, k, filled, *lists), numbers, function, lse, deterministic)
         output, sums = result if lse else (result, None)
@@ -152,7 +152,7 @@ def check_writable(name: str, tensor: Any) -> None:
 
 def _is_odd(tensor: Any) -> bool:
     dim = tensor.shape[-1]
-    return bool(dim > 0 and (dim % _MULTIPLE != 0 or dim > _WIDEST or _gaps(tensor)))
+    return bool(dim > 0 and (not is_kernels(dim) or _gaps(tensor)))
 
 
 def _gaps(tensor: Any) -> bool:
@@ -182,6 +182,11 @@ def _copied(copy: Callable[[], Any]) -> Any:
         if "allocate memory" not in str(error):
             raise
         raise MemoryError(f"no memory for a copy: {error}") from None
+
+
+def is_kernels(dim: int) -> bool:
+    """Returns whether kernels have this head dim."""
+    return dim <= WIDEST and dim % _MULTIPLE == 0
 
 
 def fill(tensor: Any) -> Any:

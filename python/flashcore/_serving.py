@@ -681,19 +681,18 @@ def _check_sliceable(name: str, tensor: Any) -> None:
 def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> Any:
     """Combines parts with a batch dimension; head dims wider than the kernel's are taken in
     pieces, and those that are no multiples of 8 filled up."""
-    widest = 256
     dim = int(out_partial.shape[-1]) if _dimensions(out_partial) else 0
-    if (dim > widest or dim % 8) and out is not None and tuple(out.shape) != tuple(out_partial.shape[1:]):
+    if not _copies.is_kernels(dim) and out is not None and tuple(out.shape) != tuple(out_partial.shape[1:]):
         raise ValueError(f"out has shape {list(out.shape)}, expected {list(out_partial.shape[1:])}")
-    if dim > widest:
+    if dim > _copies.WIDEST:
         outputs = []
-        for begin in range(0, dim, widest):
-            at = (..., slice(begin, begin + widest))
+        for begin in range(0, dim, _copies.WIDEST):
+            at = (..., slice(begin, begin + _copies.WIDEST))
             into = None if out is None else out[at]
             output, lse = _combine(out_partial[at], lse_partial, into, out_dtype)
             outputs.append(output)
         return _copies.join(outputs) if out is None else out, lse
-    if dim % 8:
+    if not _copies.is_kernels(dim):
         if out is not None:
             if _torch is not None and _torch.is_tensor(out):
                 _torch.refuse_unwritable("out", out)
@@ -726,7 +725,7 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
 
     Args:
         out_a, out_b: (batch, queries, heads, head dim) or (queries of all sequences, heads, head dim), in float16,
-            bfloat16 or float32, with a head dim that is a multiple of 8 up to 256.
+            bfloat16 or float32.
         lse_a, lse_b: (batch, heads, queries) or (heads, queries of all sequences) in float32, as attention
             functions return them.
 
@@ -745,7 +744,26 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
             rest = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2]
             out, lse = flash_attn_merge(*prefix, *rest)
     """
-    tensors = (out_a, lse_a, out_b, lse_b)
+    dim = int(out_a.shape[-1]) if _dimensions(out_a) else 0
+    if not _copies.is_kernels(dim):
+        _check_sliceable("out_a", out_a)
+        _check_sliceable("out_b", out_b)
+        # Padding would hide it.
+        if tuple(out_b.shape) != tuple(out_a.shape):
+            raise ValueError(f"out_b has shape {list(out_b.shape)}, expected {list(out_a.shape)} like out_a")
+        outputs = []
+        for begin in range(0, dim, _copies.WIDEST):
+            pieces = [out[..., begin : begin + _copies.WIDEST] for out in (out_a, out_b)]
+            width = pieces[0].shape[-1]
+            piece_a, piece_b = (_copies.fill(piece) for piece in pieces)
+            output, lse = _merge(piece_a, lse_a, piece_b, lse_b)
+            outputs.append(output[..., :width])
+        return _copies.join(outputs), lse
+    return _merge(out_a, lse_a, out_b, lse_b)
+
+
+def _merge(*tensors: Any) -> Any:
+    """Merges results of head dims that kernels have."""
     if is_compiling():
         return _torch.merge(tensors)
     result = _flashcore.merge(tensors, "function")

@@ -369,6 +369,14 @@ def test_parts_put_together(device):
         merged, lse = flash_attn_merge(*flash_attn_merge(*parts[0], *parts[1]), *parts[2])
         assert merged.dtype == torch.bfloat16 and lse.shape == (2, 4, 5)
         assert (merged[at].double() - plain(q[at], k[at], v[at], dtype=torch.float64)[0]).abs().max().item() < 2e-2
+    # Head dims that no kernel has.
+    whole, sums = flash_attn_merge(*parts[0], *parts[1])
+    for dim in (60, 9, 300):
+        wide = lambda part: (part[0].repeat(1, 1, 1, 5)[..., :dim], part[1])
+        found, same = flash_attn_merge(*wide(parts[0]), *wide(parts[1]))
+        assert torch.equal(found, wide((whole, sums))[0]) and torch.equal(same, sums)
+    with pytest.raises(ValueError, match="out_b"):
+        flash_attn_merge(parts[0][0][..., :12], parts[0][1], *parts[1])
     flat = lambda part: (part[0].flatten(0, 1), part[1].transpose(0, 1).flatten(1))
     packed, lse = flash_attn_merge(*flat(parts[0]), *flat(parts[1]))
     assert torch.equal(packed, flash_attn_merge(*parts[0], *parts[1])[0].flatten(0, 1)) and lse.shape == (4, 10)
