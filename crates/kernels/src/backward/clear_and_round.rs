@@ -331,13 +331,10 @@ impl ClearAndRound {
     }
 
     /// Emits `body` with the share of a later tile, under the condition that this tile clears it.
-    fn if_later(
-        &self,
-        k: &mut Builder,
-        scheduler: &TileScheduler,
-        number: Reg<U32>,
-        body: impl FnOnce(&mut Builder, &Share),
-    ) {
+    fn if_later<F>(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>, body: F)
+    where
+        F: FnOnce(&mut Builder, &Share),
+    {
         let (tile, part) = scheduler.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
         let tiles = match &self.lengths {
@@ -352,13 +349,10 @@ impl ClearAndRound {
 
     /// Emits `body` with the share of an earlier tile, under the condition that this tile rounds
     /// it.
-    fn if_earlier(
-        &self,
-        k: &mut Builder,
-        scheduler: &TileScheduler,
-        number: Reg<U32>,
-        body: impl FnOnce(&mut Builder, &Share),
-    ) {
+    fn if_earlier<F>(&self, k: &mut Builder, scheduler: &TileScheduler, number: Reg<U32>, body: F)
+    where
+        F: FnOnce(&mut Builder, &Share),
+    {
         let (tile, part) = scheduler.tile_and_part(k, number);
         let behind = match &self.lengths {
             Lengths::Equal { tiles, rounded, .. } => k.eval(*tiles - *rounded),

@@ -22,7 +22,7 @@ mod widen;
 
 use std::collections::HashSet;
 
-use flashcore_testing::scene::{Scene, schedules};
+use flashcore_testing::scene::{Call, Scene, schedules};
 use kernels::{Configuration, shipped};
 use ptx::Target;
 use sim::{Mode, Options, Policy};
@@ -45,6 +45,15 @@ pub(crate) fn some_schedules(scene: &Scene, mode: Mode, schedules: &[(Policy, u6
             panic!("{name}, {}, policy {policy}, seed {seed}: {complaint}", scene.size);
         }
     }
+}
+
+/// A call with this softcap gives the right values.
+pub(crate) fn is_right_with_cap(mut call: Call, cap: f32) {
+    call.problem.scores.softcap = Some(cap);
+    let scene = call.scene().unwrap();
+    let (memory, _) = scene.run(&Options::default()).unwrap();
+    let accuracy = scene.judge(&memory);
+    assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
 }
 
 /// A second launch over what the first left behind gives the same, and leaves the same.
