@@ -141,10 +141,13 @@ impl Prefill {
     }
 
     /// Returns whether the exponents of capped scores come straight from the products. With 192
-    /// value columns there is one register too few.
+    /// value columns there is one register too few. A mask function, which has no lists of key blocks
+    /// here, may hide keys of any block.
     fn takes_capped_exponents(&self) -> bool {
-        let has_registers = self.tile.value_head_dim <= 128 || self.tile.key_block <= 64;
-        self.tile.rules.caps_last() && !self.tile.is_fp8() && has_registers
+        let Forward { rules, value_head_dim, key_block, .. } = &self.tile;
+        let has_registers = *value_head_dim <= 128 || *key_block <= 64;
+        let may_see_all = rules.mask_function.is_none();
+        rules.caps_last() && !self.tile.is_fp8() && has_registers && may_see_all
     }
 
     /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.

@@ -112,14 +112,19 @@ impl Rule {
         (block, entry): (Reg<U32>, Option<Reg<U32>>),
         products: &[Score],
     ) -> Option<CappedExponents> {
+        // Without a list of key blocks, a mask function may hide keys of any block.
+        let needs_function = match &self.functions.mask {
+            None => None,
+            Some(_) => Some(needs_function(entry?)),
+        };
         let mut exponents = self.scores.capped_exponents(k, products)?;
         let mut served = Value::from(exponents.served);
         if self.hides_later {
             let block = entry.map_or(block, |entry| k.eval(block_of(entry)));
             served = served & !tiles.needs_mask(current, block);
         }
-        if self.functions.mask.is_some() {
-            served = entry.map_or(false.into(), |entry| served & !needs_function(entry));
+        if let Some(needed) = needs_function {
+            served = served & !needed;
         }
         exponents.served = k.eval(served);
         Some(exponents)
