@@ -75,6 +75,7 @@
 //! | what makes a program valid? | the list that opens `valid/mod.rs` |
 //! | how is it spelled in PTX? | `print/instruction.rs` |
 //! | how is the text adapted to older compilers? | `print/compiler.rs` |
+//! | how is PTX text read again? | `parse/` |
 //! | how are 8-bit numbers encoded? | `float8.rs` |
 //!
 //! # The promise
@@ -89,6 +90,7 @@
 mod build;
 mod float8;
 mod instruction;
+mod parse;
 mod print;
 mod program;
 mod register;
@@ -101,6 +103,7 @@ mod value;
 pub use build::*;
 pub use float8::{FLOAT8_NAN, Float8, Int8};
 pub use instruction::*;
+pub use parse::{ParseError, parse};
 pub use print::{Compiler, print, print_for};
 pub use program::*;
 pub use register::*;

@@ -31,9 +31,8 @@ impl Printer<'_> {
                 format!("{} {dst}, {a}, {b};", binary(*operation, *ty))
             }
             I::MultiplyAdd { ty, dst, a, b, c } => {
-                let mnemonic = if ty.is_integer() { "mad.lo" } else { "fma.rn" };
                 let [a, b, c] = [a, b, c].map(|operand| self.operand(*operand, *ty));
-                format!("{mnemonic}.{} {}, {a}, {b}, {c};", scalar_type(*ty), self.name(*dst))
+                format!("{} {}, {a}, {b}, {c};", multiply_add(*ty), self.name(*dst))
             }
             I::MultiplyWide { ty, dst, a, b } => {
                 let [a, b] = [a, b].map(|operand| self.operand(*operand, *ty));
@@ -163,11 +162,7 @@ impl Printer<'_> {
             }
             I::PrefetchL2 { address } => format!("prefetch.global.L2 {};", self.address(*address)),
             I::CreatePolicy { dst, eviction } => {
-                let eviction = match eviction {
-                    Eviction::First => "evict_first",
-                    Eviction::Last => "evict_last",
-                    Eviction::Normal => "evict_normal",
-                };
+                let eviction = eviction_name(*eviction);
                 format!("createpolicy.fractional.L2::{eviction}.b64 {};", self.name(*dst))
             }
             I::Atomic { operation, ty, dst, space, address, value, scope, order } => {
@@ -207,12 +202,7 @@ impl Printer<'_> {
             }
 
             I::Shuffle { mode, dst, valid, src, lane, clamp } => {
-                let mode = match mode {
-                    ShuffleMode::Index => "idx",
-                    ShuffleMode::Up => "up",
-                    ShuffleMode::Down => "down",
-                    ShuffleMode::Butterfly => "bfly",
-                };
+                let mode = shuffle_mode(*mode);
                 let valid = valid.map(|p| format!("|{}", self.name(p))).unwrap_or_default();
                 let (dst, src) = (self.name(*dst), self.name(*src));
                 let lane = self.operand(*lane, Type::U32);
@@ -234,11 +224,7 @@ impl Printer<'_> {
             I::WarpSync => "bar.warp.sync 0xFFFFFFFF;".to_owned(),
 
             I::Mma { shape, element, accumulator, d, a, b, c } => {
-                let shape = match shape {
-                    MmaShape::M16N8K8 => "m16n8k8",
-                    MmaShape::M16N8K16 => "m16n8k16",
-                    MmaShape::M16N8K32 => "m16n8k32",
-                };
+                let shape = mma_shape(*shape);
                 let [d, a, b, c] = [d, a, b, c].map(|registers| self.list(registers));
                 format!(
                     "mma.sync.aligned.{shape}.row.col.{accumulator}.{element}.{element}.{accumulator} {d}, {a}, {b}, {c};"
@@ -379,11 +365,7 @@ impl Printer<'_> {
                 let (hint, policy) = self.policy(*policy);
                 let [dst, src] = [dst, src].map(|a| self.address(*a));
                 let bytes = self.operand(*bytes, Type::U32);
-                let ty = match ty {
-                    BulkElement::Float(Element::F32) => "add.f32".to_owned(),
-                    BulkElement::Float(element) => format!("add.noftz.{element}"),
-                    BulkElement::U32 => "add.u32".to_owned(),
-                };
+                let ty = bulk_addition(*ty);
                 format!(
                     "cp.reduce.async.bulk.global.shared::cta.bulk_group{hint}.{ty} {dst}, {src}, {bytes}{policy};"
                 )
@@ -420,14 +402,7 @@ impl Printer<'_> {
             }
             I::TensorMapPrefetch { map } => format!("prefetch.tensormap [{}];", self.name(*map)),
 
-            I::Fence(fence) => match fence {
-                Fence::AcquireRelease(scope) => format!("fence.acq_rel.{};", scope_name(*scope)),
-                Fence::SequentiallyConsistent(scope) => format!("fence.sc.{};", scope_name(*scope)),
-                Fence::MbarrierInit => "fence.mbarrier_init.release.cluster;".to_owned(),
-                Fence::ProxyAsyncShared => "fence.proxy.async.shared::cta;".to_owned(),
-                Fence::ProxyAsyncGlobal => "fence.proxy.async.global;".to_owned(),
-                Fence::ProxyAsync => "fence.proxy.async;".to_owned(),
-            },
+            I::Fence(kind) => format!("fence{};", fence_kind(*kind)),
             I::SetMaxRegisters { change, count } => {
                 let change = match change {
                     RegisterChange::Increase => "inc",
@@ -492,27 +467,7 @@ impl Printer<'_> {
     ) -> String {
         let (order, scope) = (order_name(order), scope_name(scope));
         let space = space_name(space);
-        let operation_name = match operation {
-            AtomicOperation::Add => "add",
-            AtomicOperation::Minimum => "min",
-            AtomicOperation::Maximum => "max",
-            AtomicOperation::And => "and",
-            AtomicOperation::Or => "or",
-            AtomicOperation::Xor => "xor",
-            AtomicOperation::Exchange => "exch",
-        };
-        let suffix = match operation {
-            AtomicOperation::And
-            | AtomicOperation::Or
-            | AtomicOperation::Xor
-            | AtomicOperation::Exchange => format!("b{}", ty.bits()),
-            _ if ty.is_packed_half() => format!("noftz.{}", scalar_type(ty)),
-            // Two's complement addition is the same for both signs, and only
-            // the unsigned form exists at 64 bits.
-            AtomicOperation::Add if ty == Type::S64 => "u64".to_owned(),
-            _ => scalar_type(ty).to_owned(),
-        };
-        format!(".{order}.{scope}{space}.{operation_name}.{suffix}")
+        format!(".{order}.{scope}{space}{}", atomic_operation(operation, ty))
     }
 
     fn tensor(&self, map: Register, coordinates: &[Operand]) -> (usize, String) {
@@ -550,7 +505,36 @@ impl Printer<'_> {
     }
 }
 
-fn unary(operation: UnaryOperation, ty: Type) -> String {
+pub(crate) fn atomic_operation(operation: AtomicOperation, ty: Type) -> String {
+    let name = match operation {
+        AtomicOperation::Add => "add",
+        AtomicOperation::Minimum => "min",
+        AtomicOperation::Maximum => "max",
+        AtomicOperation::And => "and",
+        AtomicOperation::Or => "or",
+        AtomicOperation::Xor => "xor",
+        AtomicOperation::Exchange => "exch",
+    };
+    let suffix = match operation {
+        AtomicOperation::And
+        | AtomicOperation::Or
+        | AtomicOperation::Xor
+        | AtomicOperation::Exchange => format!("b{}", ty.bits()),
+        _ if ty.is_packed_half() => format!("noftz.{}", scalar_type(ty)),
+        // Two's complement addition is the same for both signs, and only the unsigned form exists
+        // at 64 bits.
+        AtomicOperation::Add if ty == Type::S64 => "u64".to_owned(),
+        _ => scalar_type(ty).to_owned(),
+    };
+    format!(".{name}.{suffix}")
+}
+
+pub(crate) fn multiply_add(ty: Type) -> String {
+    let mnemonic = if ty.is_integer() { "mad.lo" } else { "fma.rn" };
+    format!("{mnemonic}.{}", scalar_type(ty))
+}
+
+pub(crate) fn unary(operation: UnaryOperation, ty: Type) -> String {
     let name = match operation {
         UnaryOperation::Negate => "neg",
         UnaryOperation::Absolute => "abs",
@@ -578,7 +562,7 @@ fn unary(operation: UnaryOperation, ty: Type) -> String {
     format!("{name}.{}", scalar_type(ty))
 }
 
-fn binary(operation: BinaryOperation, ty: Type) -> String {
+pub(crate) fn binary(operation: BinaryOperation, ty: Type) -> String {
     let scalar = scalar_type(ty);
     let bits = if ty == Type::Pred { "pred".to_owned() } else { format!("b{}", ty.bits()) };
     match operation {
@@ -601,7 +585,7 @@ fn binary(operation: BinaryOperation, ty: Type) -> String {
     }
 }
 
-fn compare(comparison: Comparison, ty: Type) -> &'static str {
+pub(crate) fn compare(comparison: Comparison, ty: Type) -> &'static str {
     match comparison {
         Comparison::Equal => "eq",
         // For floats, `ne` is false if an operand is NaN.
@@ -616,7 +600,7 @@ fn compare(comparison: Comparison, ty: Type) -> &'static str {
     }
 }
 
-fn special_name(special: SpecialRegister) -> String {
+pub(crate) fn special_name(special: SpecialRegister) -> String {
     let along = |name: &str, axis: Axis| {
         let axis = match axis {
             Axis::X => "x",
@@ -644,7 +628,7 @@ fn special_name(special: SpecialRegister) -> String {
     }
 }
 
-fn space_name(space: Space) -> &'static str {
+pub(crate) fn space_name(space: Space) -> &'static str {
     match space {
         Space::Shared => ".shared",
         Space::Cluster => ".shared::cluster",
@@ -653,14 +637,14 @@ fn space_name(space: Space) -> &'static str {
 }
 
 /// Arrivals at another block's barrier need an explicit scope.
-fn arrive_space(space: Space) -> &'static str {
+pub(crate) fn arrive_space(space: Space) -> &'static str {
     match space {
         Space::Cluster => ".release.cluster.shared::cluster",
         _ => ".shared::cta",
     }
 }
 
-fn scope_name(scope: Scope) -> &'static str {
+pub(crate) fn scope_name(scope: Scope) -> &'static str {
     match scope {
         Scope::Block => "cta",
         Scope::Cluster => "cluster",
@@ -669,7 +653,7 @@ fn scope_name(scope: Scope) -> &'static str {
     }
 }
 
-fn order_name(order: AtomicOrder) -> &'static str {
+pub(crate) fn order_name(order: AtomicOrder) -> &'static str {
     match order {
         AtomicOrder::Relaxed => "relaxed",
         AtomicOrder::Acquire => "acquire",
@@ -678,7 +662,7 @@ fn order_name(order: AtomicOrder) -> &'static str {
     }
 }
 
-fn load_cache(cache: LoadCache) -> &'static str {
+pub(crate) fn load_cache(cache: LoadCache) -> &'static str {
     match cache {
         LoadCache::Default => "",
         LoadCache::ReadOnly => ".nc",
@@ -690,11 +674,55 @@ fn load_cache(cache: LoadCache) -> &'static str {
     }
 }
 
-fn store_cache(cache: StoreCache) -> &'static str {
+pub(crate) fn store_cache(cache: StoreCache) -> &'static str {
     match cache {
         StoreCache::Default => "",
         StoreCache::L2Only => ".cg",
         StoreCache::Streaming => ".cs",
         StoreCache::NoAllocate => ".L1::no_allocate",
+    }
+}
+
+pub(crate) fn eviction_name(eviction: Eviction) -> &'static str {
+    match eviction {
+        Eviction::First => "evict_first",
+        Eviction::Last => "evict_last",
+        Eviction::Normal => "evict_normal",
+    }
+}
+
+pub(crate) fn shuffle_mode(mode: ShuffleMode) -> &'static str {
+    match mode {
+        ShuffleMode::Index => "idx",
+        ShuffleMode::Up => "up",
+        ShuffleMode::Down => "down",
+        ShuffleMode::Butterfly => "bfly",
+    }
+}
+
+pub(crate) fn mma_shape(shape: MmaShape) -> &'static str {
+    match shape {
+        MmaShape::M16N8K8 => "m16n8k8",
+        MmaShape::M16N8K16 => "m16n8k16",
+        MmaShape::M16N8K32 => "m16n8k32",
+    }
+}
+
+pub(crate) fn bulk_addition(ty: BulkElement) -> String {
+    match ty {
+        BulkElement::Float(Element::F32) => "add.f32".to_owned(),
+        BulkElement::Float(element) => format!("add.noftz.{element}"),
+        BulkElement::U32 => "add.u32".to_owned(),
+    }
+}
+
+pub(crate) fn fence_kind(fence: Fence) -> String {
+    match fence {
+        Fence::AcquireRelease(scope) => format!(".acq_rel.{}", scope_name(scope)),
+        Fence::SequentiallyConsistent(scope) => format!(".sc.{}", scope_name(scope)),
+        Fence::MbarrierInit => ".mbarrier_init.release.cluster".to_owned(),
+        Fence::ProxyAsyncShared => ".proxy.async.shared::cta".to_owned(),
+        Fence::ProxyAsyncGlobal => ".proxy.async.global".to_owned(),
+        Fence::ProxyAsync => ".proxy.async".to_owned(),
     }
 }

@@ -5,7 +5,7 @@
 //! same program always gives the same text, so that it can be hashed and compared.
 
 mod compiler;
-mod instruction;
+pub(crate) mod instruction;
 
 pub use compiler::{Compiler, print_for};
 
@@ -231,7 +231,7 @@ impl Printer<'_> {
 }
 
 /// Returns the class that a register is declared in.
-fn class_of(ty: Type) -> &'static str {
+pub(crate) fn class_of(ty: Type) -> &'static str {
     match ty {
         Type::Pred => ".pred",
         Type::F32 => ".f32",
@@ -254,7 +254,7 @@ fn prefix_of_class(class: &str) -> &'static str {
 }
 
 /// Returns the type suffix of arithmetic instructions.
-fn scalar_type(ty: Type) -> &'static str {
+pub(crate) fn scalar_type(ty: Type) -> &'static str {
     match ty {
         Type::Pred => "pred",
         Type::F16 => "f16",
@@ -272,7 +272,7 @@ fn scalar_type(ty: Type) -> &'static str {
 }
 
 /// Returns the type suffix where only the width matters.
-fn bits_type(ty: Type) -> &'static str {
+pub(crate) fn bits_type(ty: Type) -> &'static str {
     match ty {
         Type::Pred => "pred",
         Type::F32 => "f32",
