@@ -44,6 +44,8 @@ pub(crate) struct Buffer {
     rewritten: usize,
     /// Whether additions to the buffer must be ordered ([`Memory::adds_in_order`]).
     pub(crate) in_order: bool,
+    /// Whether the buffer was freed; it then has no bytes.
+    freed: bool,
 }
 
 impl Memory {
@@ -105,7 +107,8 @@ impl Memory {
         filled: bool,
     ) -> BufferId {
         let name = name.to_owned();
-        let buffer = Buffer { name, bytes, written, filled, rewritten: 0, in_order: false };
+        let (in_order, freed) = (false, false);
+        let buffer = Buffer { name, bytes, written, filled, rewritten: 0, in_order, freed };
         self.buffers.push(buffer);
         BufferId(self.buffers.len() as u32 - 1)
     }
@@ -145,23 +148,97 @@ impl Memory {
 
     // ---- addresses ------------------------------------------------------------
 
-    /// Returns the address of a byte of a buffer.
-    pub(crate) fn address(buffer: BufferId, offset: u64) -> u64 {
-        ((buffer.0 as u64 + 1) << BUFFER_SHIFT) + BUFFER_START + offset
+    /// Returns the address of a byte of a buffer, as kernels see it. It is a multiple of 2^20 for
+    /// the first byte, and never that of another buffer, not even of one that was freed.
+    ///
+    /// ```
+    /// use flashcore_sim::Memory;
+    /// let mut memory = Memory::new();
+    /// let buffer = memory.input_u32("numbers", &[1, 2, 3]);
+    /// let address = Memory::address(buffer, 4);
+    /// assert_eq!(Memory::place(address), (buffer, 4));
+    /// assert_eq!(memory.read(address, 4), Ok(&[2, 0, 0, 0][..]));
+    /// memory.write_at(address, &[7, 0, 0, 0])?;
+    /// assert_eq!(memory.u32(buffer), [1, 7, 3]);
+    /// memory.free(buffer);
+    /// assert!(memory.read(address, 4).unwrap_err().contains("freed"));
+    /// # Ok::<(), String>(())
+    /// ```
+    pub fn address(buffer: BufferId, offset: u64) -> u64 {
+        let start = (u64::from(buffer.0) + 1) << BUFFER_SHIFT;
+        start.wrapping_add(BUFFER_START).wrapping_add(offset)
+    }
+
+    /// Returns the buffer and the offset that an address means, the inverse of
+    /// [`address`](Memory::address). Whether there is such a buffer, and such a byte of it, is not
+    /// checked; a byte before the start of a buffer has an offset that wrapped around.
+    pub fn place(address: u64) -> (BufferId, u64) {
+        let index = (address >> BUFFER_SHIFT).wrapping_sub(1);
+        let offset = (address & ((1 << BUFFER_SHIFT) - 1)).wrapping_sub(BUFFER_START);
+        (BufferId(index as u32), offset)
+    }
+
+    /// Returns the bytes at an address.
+    ///
+    /// # Errors
+    /// Says what is wrong, if they are not all in one buffer.
+    pub fn read(&self, address: u64, bytes: u64) -> Result<&[u8], String> {
+        let (buffer, offset) = self.locate(address, bytes)?;
+        Ok(&self.buffers[buffer].bytes[offset..offset + bytes as usize])
+    }
+
+    /// Writes bytes to an address. They count as written, as if by a kernel.
+    ///
+    /// # Errors
+    /// Says what is wrong, if they are not all in one buffer.
+    pub fn write_at(&mut self, address: u64, bytes: &[u8]) -> Result<(), String> {
+        let (buffer, offset) = self.locate(address, bytes.len() as u64)?;
+        self.write(buffer, offset, bytes);
+        Ok(())
+    }
+
+    /// Copies bytes from one address to another. Uninitialised bytes stay uninitialised.
+    ///
+    /// # Errors
+    /// Says what is wrong, if the source or the destination is not all in one buffer.
+    pub fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), String> {
+        let (source, start) = self.locate(from, bytes)?;
+        let (target, offset) = self.locate(to, bytes)?;
+        let range = start..start + bytes as usize;
+        let copied = self.buffers[source].bytes[range.clone()].to_vec();
+        let source = &self.buffers[source];
+        let written = source.written.as_ref().filter(|_| !source.filled);
+        let written = written.map(|written| written[range].to_vec());
+        self.write(target, offset, &copied);
+        if let (Some(from), Some(to)) = (written, &mut self.buffers[target].written) {
+            to[offset..offset + bytes as usize].copy_from_slice(&from);
+        }
+        Ok(())
+    }
+
+    /// Frees a buffer: any further access to it is an error, and its addresses are not used again.
+    pub fn free(&mut self, buffer: BufferId) {
+        let buffer = &mut self.buffers[buffer.index()];
+        (buffer.bytes, buffer.freed) = (Vec::new(), true);
+        buffer.written = buffer.written.take().map(|_| Vec::new());
     }
 
     /// Returns the buffer and the offset of `bytes` bytes at an address.
     pub(crate) fn locate(&self, address: u64, bytes: u64) -> Result<(usize, usize), String> {
-        let index = (address >> BUFFER_SHIFT).wrapping_sub(1);
-        let offset = (address & ((1 << BUFFER_SHIFT) - 1)).wrapping_sub(BUFFER_START);
-        let Some(buffer) = self.buffers.get(index as usize) else {
+        let (index, offset) = Memory::place(address);
+        let Some(buffer) = self.buffers.get(index.index()) else {
             return Err(format!("address {address:#x}, which is in no buffer"));
         };
         let length = buffer.bytes.len() as u64;
         if offset < length && bytes <= length - offset {
-            return Ok((index as usize, offset as usize));
+            return Ok((index.index(), offset as usize));
         }
         let (name, offset) = (&buffer.name, offset as i64);
+        if buffer.freed {
+            return Err(format!(
+                "{bytes} bytes at byte {offset} of buffer {name:?}, which was freed"
+            ));
+        }
         Err(format!("{bytes} bytes at byte {offset} of buffer {name:?}, which has {length}"))
     }
 
@@ -193,5 +270,52 @@ impl Memory {
         let buffer = &self.buffers[buffer];
         let written = buffer.written.as_ref().filter(|_| !buffer.filled)?;
         written[offset..offset + bytes].iter().position(|w| !w).map(|at| offset + at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_those_of_one_buffer() {
+        let mut memory = Memory::new();
+        let (first, second) = (memory.output("first", 8), memory.output("second", 8));
+        for (buffer, offset) in [(first, 0), (first, 7), (second, 3), (second, u64::MAX)] {
+            let address = Memory::address(buffer, offset);
+            assert_eq!(Memory::place(address), (buffer, offset));
+            assert_eq!(memory.read(address, 1).is_ok(), offset < 8);
+        }
+        assert!(memory.read(Memory::address(first, 4), 5).unwrap_err().contains("which has 8"));
+        assert!(memory.write_at(Memory::address(second, 8), &[1]).is_err());
+        for nowhere in [0, 1, u64::MAX, Memory::address(BufferId(2), 0)] {
+            assert!(memory.read(nowhere, 1).unwrap_err().contains("in no buffer"), "{nowhere:#x}");
+        }
+    }
+
+    #[test]
+    fn copies_keep_what_is_not_written() {
+        let mut memory = Memory::new();
+        let (from, to) = (memory.output("from", 8), memory.output("to", 8));
+        memory.write_at(Memory::address(from, 2), &[1, 2]).unwrap();
+        memory.copy(Memory::address(from, 0), Memory::address(to, 4), 4).unwrap();
+        assert_eq!(memory.bytes(to)[6..], [1, 2]);
+        assert_eq!(memory.unwritten(to), 6);
+        assert_eq!(memory.first_unwritten(to.index(), 6, 2), None);
+        // From a buffer that is initialised from the start, all of it is.
+        let input = memory.input_u32("input", &[5]);
+        memory.copy(Memory::address(input, 0), Memory::address(to, 0), 4).unwrap();
+        assert_eq!(memory.unwritten(to), 2);
+        assert!(memory.copy(Memory::address(from, 5), Memory::address(to, 0), 4).is_err());
+    }
+
+    #[test]
+    fn freed_buffers_are_gone() {
+        let mut memory = Memory::new();
+        let first = memory.output("first", 8);
+        memory.free(first);
+        let error = memory.write_at(Memory::address(first, 0), &[1]).unwrap_err();
+        assert_eq!(error, "1 bytes at byte 0 of buffer \"first\", which was freed");
+        assert_ne!(memory.output("second", 8), first);
     }
 }

@@ -1,0 +1,203 @@
+//! Launches: checked against the kernel, and run in the simulator.
+
+use std::ffi::c_void;
+
+use ptx::{ParameterKind, Program, Type};
+use sim::{Argument, Failure};
+
+use crate::error::{Error, Result, explain};
+use crate::gpu::{Gpu, Handle};
+use crate::module::Kernel;
+use crate::tensor_map;
+
+/// Steps that a launch may take before it counts as one that never ends.
+const STEP_LIMIT: u64 = 20_000_000_000;
+
+/// The dimensions of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dimensions {
+    pub(crate) grid: [u32; 3],
+    pub(crate) block: [u32; 3],
+    pub(crate) cluster: Option<[u32; 3]>,
+    pub(crate) shared_bytes: u32,
+}
+
+/// A launch, ready to be run, once or from a graph.
+#[derive(Clone, Debug)]
+pub(crate) struct Launch {
+    kernel: Handle,
+    grid: u32,
+    cluster: u32,
+    /// The number of clusters that the device holds at a time.
+    resident: u32,
+    arguments: Vec<Argument>,
+}
+
+impl Gpu {
+    /// Checks a launch and copies its arguments.
+    ///
+    /// # Safety
+    /// There must be a pointer for each of the kernel's parameters, to a value of its size.
+    pub(crate) unsafe fn prepare(
+        &mut self,
+        handle: Handle,
+        dimensions: &Dimensions,
+        pointers: *const *const c_void,
+    ) -> Result<Launch> {
+        let cluster = self.kernel(handle)?.check(dimensions)?;
+        let resident = self.resident_clusters(handle, dimensions)?;
+        if resident == 0 {
+            let reason = format!("the device does not hold one cluster of {dimensions:?}");
+            return Err(explain(Error::InvalidClusterSize, reason));
+        }
+        let program = &self.kernel(handle)?.program;
+        // SAFETY: the caller's promise.
+        let arguments = unsafe { arguments(program, pointers) }?;
+        Ok(Launch { kernel: handle, grid: dimensions.grid[0], cluster, resident, arguments })
+    }
+
+    /// Runs a launch. After a failure every call fails, as on a GPU.
+    pub(crate) fn run(&mut self, launch: &Launch) -> Result {
+        let kernel = self.kernels.get_mut(&launch.kernel).ok_or(Error::InvalidHandle)?;
+        let program = &mut kernel.program;
+        // PTX does not say with which box a map is encoded, nor, for some kernels, in which
+        // clusters a grid is launched.
+        for (parameter, argument) in program.parameters.iter_mut().zip(&launch.arguments) {
+            if let Argument::TensorMap(map) = argument {
+                parameter.kind = ParameterKind::TensorMap(map.tensor_box.clone());
+            }
+        }
+        let compiled = std::mem::replace(&mut program.cluster, launch.cluster);
+        let options = sim::Options {
+            policy: self.options.policy,
+            seed: self.options.seed.wrapping_add(self.launches),
+            mode: self.options.mode,
+            resident: launch.resident,
+            step_limit: STEP_LIMIT,
+            ..sim::Options::default()
+        };
+        self.launches += 1;
+        let run = sim::Launch { program, grid: launch.grid, arguments: launch.arguments.clone() };
+        let result = sim::run(&run, &mut self.memory, &options);
+        program.cluster = compiled;
+        result.map(drop).map_err(|failure| {
+            self.failed = true;
+            let name = &program.name;
+            let replay = match failure {
+                Failure::Hazard(_) => format!(" (launch {})", self.launches),
+                _ => String::new(),
+            };
+            explain(Error::LaunchFailed, format!("{name}{replay}: {failure}"))
+        })
+    }
+
+    // ---- occupancy ------------------------------------------------------------
+
+    /// Returns how many blocks of a kernel a multiprocessor holds at a time.
+    pub(crate) fn resident_blocks(
+        &mut self,
+        kernel: Handle,
+        threads: u32,
+        shared: u32,
+    ) -> Result<u32> {
+        let shared_bytes = self.shared_bytes_per_multiprocessor();
+        let reserved = shared_bytes - self.options.target.shared_memory_limit();
+        let threads_limit = self.threads_per_multiprocessor();
+        let program = &self.kernel(kernel)?.program;
+        if threads == 0 || threads > program.threads {
+            return Ok(0);
+        }
+        let registers = program.registers_at_entry().next_multiple_of(8) * threads;
+        let fits = [
+            threads_limit / threads,
+            ptx::MULTIPROCESSOR_REGISTERS / registers,
+            shared_bytes.checked_div(shared + reserved).unwrap_or(u32::MAX),
+        ];
+        // No multiprocessor holds more than 32 blocks.
+        Ok(fits.into_iter().fold(32, u32::min))
+    }
+
+    /// Returns how many clusters of a launch the device holds at a time. The blocks of a cluster
+    /// may be on any of its multiprocessors.
+    pub(crate) fn resident_clusters(&mut self, handle: Handle, launch: &Dimensions) -> Result<u32> {
+        let cluster = self.kernel(handle)?.check(launch)?;
+        let blocks = self.resident_blocks(handle, launch.block[0], launch.shared_bytes)?;
+        Ok(blocks * self.options.multiprocessors / cluster)
+    }
+}
+
+impl Kernel {
+    /// Checks the dimensions of a launch; returns the number of blocks in a cluster.
+    fn check(&self, launch: &Dimensions) -> Result<u32> {
+        let Program { name, threads, cluster: compiled, .. } = &self.program;
+        let wrong = |error, reason: String| Err(explain(error, format!("{name}: {reason}")));
+        let Dimensions { grid, block, cluster, shared_bytes } = *launch;
+        if grid[1..] != [1, 1] || block[1..] != [1, 1] || grid[0] == 0 {
+            return wrong(Error::InvalidValue, format!("grid {grid:?} of blocks {block:?}"));
+        }
+        if block[0] > *threads {
+            let reason = format!("{} threads, it has .maxntid {threads}", block[0]);
+            return wrong(Error::InvalidValue, reason);
+        }
+        if block[0] != *threads {
+            let reason = format!("blocks of {} threads instead of {threads}", block[0]);
+            return wrong(Error::NotSupported, reason);
+        }
+        if shared_bytes > self.dynamic_shared {
+            let reason = format!("{shared_bytes} bytes of shared memory without permission");
+            return wrong(Error::InvalidValue, reason);
+        }
+        if shared_bytes < self.program.shared_bytes() {
+            let wanted = self.program.shared_bytes();
+            let reason = format!("{shared_bytes} bytes of shared memory, it uses {wanted}");
+            return wrong(Error::InvalidValue, reason);
+        }
+        let [size, rest @ ..] = cluster.unwrap_or([*compiled, 1, 1]);
+        let largest = if self.large_clusters { 16 } else { 8 };
+        let differs = *compiled > 1 && size != *compiled;
+        if rest != [1, 1] || !(1..=largest).contains(&size) || differs {
+            let reason = format!("clusters {cluster:?}, it is compiled for {compiled}");
+            return wrong(Error::InvalidClusterSize, reason);
+        }
+        if !grid[0].is_multiple_of(size) {
+            return wrong(Error::InvalidValue, format!("grid {grid:?} in clusters of {size}"));
+        }
+        Ok(size)
+    }
+}
+
+/// Copies the arguments of a launch.
+///
+/// # Safety
+/// As for [`Gpu::prepare`].
+unsafe fn arguments(program: &Program, pointers: *const *const c_void) -> Result<Vec<Argument>> {
+    if pointers.is_null() && !program.parameters.is_empty() {
+        return Err(Error::InvalidValue);
+    }
+    let mut arguments = Vec::new();
+    for (index, parameter) in program.parameters.iter().enumerate() {
+        // SAFETY: there is a pointer for each parameter.
+        let pointer = unsafe { *pointers.add(index) };
+        if pointer.is_null() {
+            return Err(explain(Error::InvalidValue, format!("argument {index} is null")));
+        }
+        // SAFETY: each points to a value of its parameter's size; the macro is used below with
+        // types of these sizes.
+        macro_rules! read {
+            ($type:ty) => {
+                unsafe { pointer.cast::<$type>().read_unaligned() }
+            };
+        }
+        arguments.push(match parameter.kind {
+            ParameterKind::Scalar(Type::S32) => Argument::S32(read!(i32)),
+            ParameterKind::Scalar(Type::F32) => Argument::F32(read!(f32)),
+            ParameterKind::Scalar(Type::S64) => Argument::S64(read!(i64)),
+            ParameterKind::Scalar(Type::U64) | ParameterKind::Address => Argument::U64(read!(u64)),
+            ParameterKind::Scalar(_) => Argument::U32(read!(u32)),
+            ParameterKind::TensorMap(_) => {
+                Argument::TensorMap(tensor_map::decode(&read!(tensor_map::Encoded))?)
+            }
+        });
+    }
+    Ok(arguments)
+}
