@@ -115,20 +115,5 @@ fn layout(parameter: &Parameter) -> (usize, usize) {
 
 /// Returns the program of a PTX text.
 fn program(text: &str) -> std::result::Result<Program, String> {
-    let name = text.split_once(".entry ").and_then(|(_, rest)| rest.split_once('('));
-    let (name, _) = name.ok_or("the text has no entry")?;
-    for target in ptx::Target::NAMED {
-        for configuration in kernels::shipped(target) {
-            if configuration.name() != name {
-                continue;
-            }
-            let Ok(program) = configuration.program() else { continue };
-            for compiler in [ptx::Compiler::Current, ptx::Compiler::Older] {
-                if ptx::print_for(&program, compiler) == text {
-                    return Ok(compiler.adapt(&program).into_owned());
-                }
-            }
-        }
-    }
-    Err(format!("{name} is not a kernel that is shipped"))
+    ptx::parse(text).map_err(|error| format!("PTX that FlashCore did not print, {error}"))
 }
