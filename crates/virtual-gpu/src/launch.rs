@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use ptx::{ParameterKind, Program, Type};
-use sim::{Argument, Failure};
+use sim::Argument;
 
 use crate::error::{Error, Result, explain};
 use crate::gpu::{Gpu, Handle};
@@ -82,12 +82,8 @@ impl Gpu {
         program.cluster = compiled;
         result.map(drop).map_err(|failure| {
             self.failed = true;
-            let name = &program.name;
-            let replay = match failure {
-                Failure::Hazard(_) => format!(" (launch {})", self.launches),
-                _ => String::new(),
-            };
-            explain(Error::LaunchFailed, format!("{name}{replay}: {failure}"))
+            let (name, number) = (&program.name, self.launches);
+            explain(Error::LaunchFailed, format!("launch {number}, {name}: {failure}"))
         })
     }
 
@@ -181,23 +177,33 @@ unsafe fn arguments(program: &Program, pointers: *const *const c_void) -> Result
         if pointer.is_null() {
             return Err(explain(Error::InvalidValue, format!("argument {index} is null")));
         }
-        // SAFETY: each points to a value of its parameter's size; the macro is used below with
-        // types of these sizes.
-        macro_rules! read {
-            ($type:ty) => {
-                unsafe { pointer.cast::<$type>().read_unaligned() }
-            };
-        }
-        arguments.push(match parameter.kind {
-            ParameterKind::Scalar(Type::S32) => Argument::S32(read!(i32)),
-            ParameterKind::Scalar(Type::F32) => Argument::F32(read!(f32)),
-            ParameterKind::Scalar(Type::S64) => Argument::S64(read!(i64)),
-            ParameterKind::Scalar(Type::U64) | ParameterKind::Address => Argument::U64(read!(u64)),
-            ParameterKind::Scalar(_) => Argument::U32(read!(u32)),
-            ParameterKind::TensorMap(_) => {
-                Argument::TensorMap(tensor_map::decode(&read!(tensor_map::Encoded))?)
-            }
-        });
+        // SAFETY: it points to a value of the parameter's size.
+        arguments.push(unsafe { argument(&parameter.kind, pointer) }?);
     }
     Ok(arguments)
+}
+
+/// # Safety
+/// The pointer must point to a value of the parameter's size.
+unsafe fn argument(kind: &ParameterKind, pointer: *const c_void) -> Result<Argument> {
+    // SAFETY: the caller's promise, as each type is as large as its parameter.
+    unsafe {
+        Ok(match kind {
+            ParameterKind::Scalar(Type::S32) => Argument::S32(read(pointer)),
+            ParameterKind::Scalar(Type::F32) => Argument::F32(read(pointer)),
+            ParameterKind::Scalar(Type::S64) => Argument::S64(read(pointer)),
+            ParameterKind::Scalar(Type::U64) | ParameterKind::Address => {
+                Argument::U64(read(pointer))
+            }
+            ParameterKind::Scalar(_) => Argument::U32(read(pointer)),
+            ParameterKind::TensorMap(_) => Argument::TensorMap(tensor_map::decode(&read(pointer))?),
+        })
+    }
+}
+
+/// # Safety
+/// The pointer must point to a value of this type; a caller need not have aligned it.
+unsafe fn read<T: Copy>(pointer: *const c_void) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.cast::<T>().read_unaligned() }
 }

@@ -52,6 +52,8 @@ mod module;
 mod options;
 mod stream;
 mod tensor_map;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::MaybeUninit;

@@ -65,7 +65,7 @@ impl Kernel {
             attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES => self.dynamic_shared,
             attribute::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => self.large_clusters.into(),
             // Shared, constant and local memory, caches and the like: none.
-            0..=attribute::LAST => 0,
+            number if number <= attribute::LAST => 0,
             _ => return Err(Error::InvalidValue),
         };
         Ok(value as i32)
@@ -83,7 +83,7 @@ impl Kernel {
                 self.dynamic_shared = bytes;
             }
             attribute::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => self.large_clusters = value != 0,
-            0..=attribute::LAST => {}
+            number if number <= attribute::LAST => {}
             _ => return Err(Error::InvalidValue),
         }
         Ok(())
