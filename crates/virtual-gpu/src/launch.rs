@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use ptx::{ParameterKind, Program, Type};
-use sim::Argument;
+use sim::{Argument, Failure};
 
 use crate::error::{Error, Result, explain};
 use crate::gpu::{Gpu, Handle};
@@ -82,8 +82,9 @@ impl Gpu {
         program.cluster = compiled;
         result.map(drop).map_err(|failure| {
             self.failed = true;
-            let (name, number) = (&program.name, self.launches);
-            explain(Error::LaunchFailed, format!("launch {number}, {name}: {failure}"))
+            let (name, number) = (&kernel.program.name, self.launches);
+            let text = kernel.describe(failure);
+            explain(Error::LaunchFailed, format!("launch {number}, {name}: {text}"))
         })
     }
 
@@ -123,6 +124,18 @@ impl Gpu {
 }
 
 impl Kernel {
+    /// Returns the text of a failure, with statements of the program for lines of its source.
+    fn describe(&self, failure: Failure) -> String {
+        let Failure::Hazard(mut hazard) = failure else { return failure.to_string() };
+        let mut lines = Vec::new();
+        for place in [hazard.place.take(), hazard.other.take()].into_iter().flatten() {
+            lines.extend(self.statement(place).map(|text| format!("\n  at {text}")));
+        }
+        let actor = hazard.actor.map(|actor| format!("\n  in {actor}")).unwrap_or_default();
+        let (text, policy, seed) = (hazard.describe(), hazard.policy, hazard.seed);
+        format!("{text}{actor}{}\n  with policy={policy},seed={seed}", lines.concat())
+    }
+
     /// Checks the dimensions of a launch; returns the number of blocks in a cluster.
     fn check(&self, launch: &Dimensions) -> Result<u32> {
         let Program { name, threads, cluster: compiled, .. } = &self.program;

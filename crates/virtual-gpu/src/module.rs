@@ -1,6 +1,8 @@
 //! Modules: PTX texts, each with one kernel.
 
-use ptx::{Parameter, ParameterKind, Program, Type};
+use std::panic::Location;
+
+use ptx::{Block, Parameter, ParameterKind, Program, SourceLocation, StatementKind, Type};
 
 use crate::error::{Error, Result, explain};
 use crate::gpu::{Gpu, Handle};
@@ -10,6 +12,8 @@ pub(crate) struct Kernel {
     pub(crate) program: Program,
     pub(crate) dynamic_shared: u32,
     pub(crate) large_clusters: bool,
+    /// The places of the program's statements, in its order.
+    places: &'static [Location<'static>],
 }
 
 /// Numbers of `CUfunction_attribute`.
@@ -30,7 +34,7 @@ impl Gpu {
     /// Loads a PTX text. The handle of its kernel is that of the module.
     pub(crate) fn load(&mut self, text: &str) -> Result<Handle> {
         self.unsafe_call()?;
-        let program = program(text).map_err(|reason| explain(Error::InvalidPtx, reason))?;
+        let mut program = program(text).map_err(|reason| explain(Error::InvalidPtx, reason))?;
         let (wanted, target) = (program.target, self.options.target);
         let runs = if wanted.specific {
             wanted == target
@@ -42,7 +46,9 @@ impl Gpu {
             return Err(explain(Error::NoBinaryForGpu, reason));
         }
         let handle = self.handle();
-        let kernel = Kernel { program, dynamic_shared: SHARED_BYTES, large_clusters: false };
+        let places = number(&mut program);
+        let (dynamic_shared, large_clusters) = (SHARED_BYTES, false);
+        let kernel = Kernel { program, dynamic_shared, large_clusters, places };
         self.kernels.insert(handle, kernel);
         Ok(handle)
     }
@@ -104,6 +110,55 @@ impl Kernel {
     }
 }
 
+impl Kernel {
+    /// Describes the statement at a place, by its number in the program and what it is.
+    pub(crate) fn statement(&self, place: SourceLocation) -> Option<String> {
+        let number = self.places.iter().position(|it| std::ptr::eq(it, place))?;
+        let (mut at, mut found) = (0, None);
+        self.program.visit(&mut |statement| {
+            if at == number {
+                found = Some(match &statement.kind {
+                    StatementKind::Instruction(instruction) => format!("{instruction:?}"),
+                    StatementKind::If { condition, .. } => format!("if {condition:?}"),
+                    StatementKind::Loop { .. } => "loop".to_owned(),
+                    StatementKind::Break { condition } => format!("break if {condition:?}"),
+                    StatementKind::Role { name, .. } => format!("role {name}"),
+                });
+            }
+            at += 1;
+        });
+        Some(format!("statement {number} of {at}: {}", found?))
+    }
+}
+
+/// Gives each statement of a program a place of its own, since that of the kernel's source is not in
+/// a text. The places are told apart by where they are in memory; they stay there, 24 bytes for each
+/// statement of each module, which stays loaded too.
+fn number(program: &mut Program) -> &'static [Location<'static>] {
+    fn walk(block: &mut Block, places: &mut std::slice::Iter<'static, Location<'static>>) {
+        for statement in block {
+            if let Some(place) = places.next() {
+                statement.place = place;
+            }
+            match &mut statement.kind {
+                StatementKind::Instruction(_) | StatementKind::Break { .. } => {}
+                StatementKind::If { then, otherwise, .. } => {
+                    walk(then, places);
+                    walk(otherwise, places);
+                }
+                StatementKind::Loop { body } | StatementKind::Role { body, .. } => {
+                    walk(body, places);
+                }
+            }
+        }
+    }
+    let mut count = 0;
+    program.visit(&mut |_| count += 1);
+    let places: &'static [Location<'static>] = Vec::leak(vec![*Location::caller(); count]);
+    walk(&mut program.body, &mut places.iter());
+    places
+}
+
 /// Returns the size and the alignment of a parameter.
 fn layout(parameter: &Parameter) -> (usize, usize) {
     match parameter.kind {
@@ -116,4 +171,36 @@ fn layout(parameter: &Parameter) -> (usize, usize) {
 /// Returns the program of a PTX text.
 fn program(text: &str) -> std::result::Result<Program, String> {
     ptx::parse(text).map_err(|error| format!("PTX that FlashCore did not print, {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use ptx::{Builder, Expression, Target, U32};
+
+    use super::*;
+
+    #[test]
+    fn statements_are_found_by_their_places() {
+        let mut k = Builder::new("branches", Target::SM_75, 32);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| {
+            k.loop_(|k| {
+                let lane = k.lane();
+                k.break_if(lane.equals(1));
+            });
+        });
+        k.variable::<U32>(7);
+        let mut program = program(&ptx::print(&k.finish().unwrap())).unwrap();
+        let places = number(&mut program);
+        let (dynamic_shared, large_clusters) = (0, false);
+        let kernel = Kernel { program, dynamic_shared, large_clusters, places };
+        let mut texts = Vec::new();
+        kernel.program.visit(&mut |statement| texts.push(kernel.statement(statement.place)));
+        for (number, text) in texts.iter().enumerate() {
+            let expected = format!("statement {number} of {}: ", texts.len());
+            assert!(text.as_ref().unwrap().starts_with(&expected), "{text:?}");
+        }
+        assert!(texts.iter().flatten().any(|text| text.ends_with(": loop")), "{texts:?}");
+        assert_eq!(kernel.statement(Location::caller()), None);
+    }
 }
