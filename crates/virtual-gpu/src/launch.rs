@@ -100,11 +100,11 @@ impl Gpu {
         let shared_bytes = self.shared_bytes_per_multiprocessor();
         let reserved = shared_bytes - self.options.target.shared_memory_limit();
         let threads_limit = self.threads_per_multiprocessor();
-        let program = &self.kernel(kernel)?.program;
-        if threads == 0 || threads > program.threads {
+        let kernel = self.kernel(kernel)?;
+        if threads == 0 || threads > kernel.program.threads {
             return Ok(0);
         }
-        let registers = program.registers_at_entry().next_multiple_of(8) * threads;
+        let registers = kernel.registers().next_multiple_of(8) * threads;
         let fits = [
             threads_limit / threads,
             ptx::MULTIPROCESSOR_REGISTERS / registers,

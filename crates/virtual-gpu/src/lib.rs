@@ -401,7 +401,10 @@ driver! {
     }
 
     fn cuFuncSetAttribute(function: Handle, attribute: u32, value: i32) {
-        in_context(|gpu| gpu.kernel(function)?.set(attribute, value))
+        in_context(|gpu| {
+            let limit = gpu.options.target.shared_memory_limit();
+            gpu.kernel(function)?.set(attribute, value, limit)
+        })
     }
 
     fn cuFuncGetParamInfo(

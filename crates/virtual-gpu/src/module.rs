@@ -59,13 +59,12 @@ impl Gpu {
 }
 
 impl Kernel {
-    /// Returns an attribute of the kernel. Its registers are as many as its threads can have, since
-    /// no compiler says how many it needs.
+    /// Returns an attribute of the kernel.
     pub(crate) fn attribute(&self, number: u32) -> Result<i32> {
         let (program, version) = (&self.program, self.program.version());
         let value = match number {
             attribute::MAX_THREADS_PER_BLOCK => program.threads,
-            attribute::REGISTERS => program.registers_at_entry(),
+            attribute::REGISTERS => self.registers(),
             attribute::PTX_VERSION => u32::from(version.major) * 10 + u32::from(version.minor),
             attribute::BINARY_VERSION => program.target.architecture,
             attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES => self.dynamic_shared,
@@ -77,10 +76,17 @@ impl Kernel {
         Ok(value as i32)
     }
 
-    pub(crate) fn set(&mut self, number: u32, value: i32) -> Result {
+    /// Returns the number of registers of a thread. No compiler says how many it needs: at most all
+    /// that the program names, and as many as there are.
+    pub(crate) fn registers(&self) -> u32 {
+        let named: u32 = self.program.registers.iter().map(|ty| ty.bits().div_ceil(32)).sum();
+        named.next_multiple_of(8).clamp(16, self.program.registers_at_entry().max(16))
+    }
+
+    /// Sets an attribute; `limit` is the shared memory that a block can have.
+    pub(crate) fn set(&mut self, number: u32, value: i32, limit: u32) -> Result {
         match number {
             attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES => {
-                let limit = self.program.target.shared_memory_limit();
                 let bytes = u32::try_from(value).map_err(|_| Error::InvalidValue)?;
                 if bytes > limit {
                     let reason = format!("{bytes} bytes of shared memory for a block of {limit}");

@@ -144,10 +144,10 @@ fn kernels_are_loaded_and_run() {
     assert_eq!(launch(kernel, 1, 65, 0, data), INVALID_VALUE);
     assert_eq!(launch(kernel, 0, 64, 0, data), INVALID_VALUE);
     assert_eq!(launch(kernel + 1, 1, 64, 0, data), Error::InvalidHandle as u32);
-    // 2048 threads of a multiprocessor in blocks of 64, but registers for fewer.
+    // 2048 threads of a multiprocessor in blocks of 64.
     let blocks =
         get(|out| unsafe { cuOccupancyMaxActiveBlocksPerMultiprocessor(out, kernel, 64, 0) });
-    assert_eq!(blocks, Ok(4));
+    assert_eq!(blocks, Ok(32));
 }
 
 #[test]
@@ -292,8 +292,8 @@ fn clusters_must_fit() {
     let configuration = with_clusters(4, &attribute);
     let clusters =
         get(|out| unsafe { cuOccupancyMaxActiveClusters(out, kernel, Some(&configuration)) });
-    // Four blocks on each of four multiprocessors.
-    assert_eq!(clusters, Ok(8));
+    // 32 blocks on each of four multiprocessors.
+    assert_eq!(clusters, Ok(64));
 }
 
 // ---- captures -----------------------------------------------------------------
