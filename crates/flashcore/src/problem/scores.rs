@@ -232,7 +232,10 @@ impl Problem {
         use kernels::attention::CapPolynomial;
         use kernels::parameter::Scale;
         let log2e = std::f32::consts::LOG2_E;
-        let cap = self.scores.softcap.unwrap_or(1.0);
+        // Scores below the lower bound are zero to an f32 next to 1, and none come near the upper
+        // one; but with caps beyond them factors overflow or underflow, or slopes in units of the
+        // cap do.
+        let cap = self.scores.softcap.unwrap_or(1.0).clamp(1e-15, 1e25);
         let polynomial = || CapPolynomial::new(self.scale(), cap);
         match factor {
             Scale::Log2 => self.scale() * log2e,
@@ -350,6 +353,23 @@ mod tests {
         assert!(!Scores::default().with_scale(2.0).has_rules());
         assert!(Scores::EACH_RULE.iter().all(Scores::has_rules));
         assert!(Scores::EVERY_RULE.has_rules());
+    }
+
+    /// The factors of any cap, and what kernels make of them, are finite.
+    #[test]
+    fn factors_of_extreme_caps_are_finite() {
+        use kernels::parameter::Scale::{CapLinear, Inner, Outer};
+        for cap in [f32::from_bits(1), f32::MIN_POSITIVE, 1e-20, 1e20, 2.5e38, f32::MAX] {
+            for scale in [1e-20, 1.0, 1e6] {
+                let problem = Problem::new(1, 1, 1, 64).with_softcap(cap).with_scale(scale);
+                let [inner, outer, linear] =
+                    [Inner, Outer, CapLinear].map(|factor| problem.factor(factor));
+                assert!((4.0 * inner).is_finite(), "{cap}, {scale}: {inner}");
+                for made in [2.0 * outer, 1e4 / outer, linear] {
+                    assert!(made.is_normal(), "{cap}, {scale}: {made}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -56,6 +56,16 @@ pub(crate) fn is_right_with_cap(mut call: Call, cap: f32) {
     assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
 }
 
+/// A call with a softcap far above all scores gives what the same call gives without one: the
+/// tolerance of capped scores, which grows with the cap, would allow more.
+pub(crate) fn is_right_with_high_cap(mut capped: Call, plain: Call, cap: f32) {
+    capped.problem.scores.softcap = Some(cap);
+    let (scene, plain) = (capped.scene().unwrap(), plain.scene().unwrap());
+    let (memory, _) = scene.run(&Options::default()).unwrap();
+    let accuracy = plain.judge(&memory);
+    assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
+}
+
 /// A second launch over what the first left behind gives the same, and leaves the same.
 pub(crate) fn can_be_launched_again(scene: &Scene) {
     let scene = scene.prepared(&Options::default()).unwrap();

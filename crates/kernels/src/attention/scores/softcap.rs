@@ -26,6 +26,10 @@ const TANH: [f32; 4] = [0.999_999_45, -0.333_262_84, 0.131_899_4, -0.044_392_74]
 /// no square overflows.
 const MOST: f32 = 1e4;
 
+/// Largest score for a polynomial whose coefficients are known not to underflow where they matter:
+/// up to here no square overflows.
+const MOST_SQUARED: f64 = 1e18;
+
 /// The softcap of a kernel, with its factors in registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Softcap {
@@ -163,7 +167,11 @@ impl Softcap {
                 Polynomial::OfScores(small) => (*register, small.coefficients.map(Value::from)),
             };
             let slope = over_argument(k, x, coefficients);
-            k.set(*register, slope * x);
+            match (small, self.outer) {
+                // Of a high cap `x` may be so small that the product with the slope underflows.
+                (Polynomial::OfExponents, Some(outer)) => k.set(*register, slope * (x * outer)),
+                _ => k.set(*register, slope * x),
+            }
         }
     }
 }
@@ -186,9 +194,16 @@ impl CapPolynomial {
         let coefficients = [0, 1, 2, 3].map(|power| {
             (outer * f64::from(TANH[power]) * factor.powi(2 * power as i32 + 1)) as f32
         });
-        let most = (f64::from(SMALL) / factor) as f32;
         let finite = coefficients.iter().all(|it| it.is_finite());
-        CapPolynomial { coefficients, most: if finite { most.min(MOST) } else { -1.0 } }
+        // A coefficient that underflows must not matter: its power is less than the rounding of the
+        // first, or next to nothing.
+        let underflows = |power: &usize| coefficients[*power].abs() < f32::MIN_POSITIVE;
+        let most = [1, 2, 3].into_iter().filter(underflows).map(|power| {
+            let least = f64::from(f32::EPSILON / 4.0 / TANH[power].abs());
+            (least.powf(0.5 / power as f64) / factor).max(MOST.into())
+        });
+        let most = most.fold((f64::from(SMALL) / factor).min(MOST_SQUARED), f64::min);
+        CapPolynomial { coefficients, most: if finite { most as f32 } else { -1.0 } }
     }
 }
 
@@ -204,9 +219,11 @@ impl CappedExponents {
         k.fma(product, slope, offset)
     }
 
-    /// Turns the products into capped scores.
+    /// Turns the products into capped scores. The error of the exact tanh is relative to the cap, and
+    /// under a high cap larger than the scores, so this takes a polynomial too. With the same one, the
+    /// assembler would keep what `exponent` has computed of it, and spill hundreds of bytes.
     pub(crate) fn cap(&self, k: &mut Builder, products: &[Score]) {
-        self.softcap.exactly(k, products);
+        self.softcap.small(k, &Polynomial::OfExponents, products);
     }
 }
 
@@ -242,9 +259,19 @@ mod tests {
     /// The polynomial is `cap * tanh(scale * p / cap)` in units of log2, up to its largest product.
     #[test]
     fn polynomials_cap_products() {
-        for (scale, cap) in [(0.125f32, 50.0f32), (1.0, 0.3), (0.088, 1e6), (0.1, 1e30)] {
+        for (scale, cap, least) in [
+            (0.125f32, 50.0f32, 200.0),
+            (1.0, 0.3, 0.15),
+            (0.088, 1e6, 1e6),
+            (1e-6, 1.0, 9e4),
+            (0.1, 1e7, 9e6),
+            (0.1, 1e20, 2e17),
+            (0.1, 1e30, 9e17),
+        ] {
             let CapPolynomial { coefficients, most } = CapPolynomial::new(scale, cap);
-            assert!(most > 0.0, "{scale}, {cap}");
+            assert!(most >= least && (most * most).is_finite(), "{scale}, {cap}: {most}");
+            // Kernels may flush subnormal numbers to zero.
+            let coefficients = coefficients.map(|it| if it.is_normal() { it } else { 0.0 });
             for step in 1..=100 {
                 let product = f64::from(most) * f64::from(step) / 100.0;
                 let square = product * product;
