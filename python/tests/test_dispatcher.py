@@ -211,6 +211,22 @@ def forked(q, k, v):
     return [torch.jit.wait(future) for future in [torch.jit.fork(scripted, q, k, v) for _ in range(8)]]
 
 
+def test_errors_below_a_public_function():
+    """The extension, which the function calls, calls Python for such tensors, and that PyTorch, which releases Python."""
+    kernels = register("flashcore")
+    q, k, v = torch.nn.Parameter(torch.randn(2, 5, 3, 16)), torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16)
+    count = k._use_count()
+    try:
+        with torch.no_grad():
+            for _ in range(50):
+                with pytest.raises(ValueError, match=r"^k has shape \[1, 5, 3, 16\], expected \[2, 5, 3, 16\]"):
+                    flashcore.flash_attn_func(q, k[:1], v)
+            assert torch.equal(flashcore.flash_attn_func(q, k, v), flashcore.flash_attn_func(q.data, k, v))
+    finally:
+        kernels.remove()
+    assert k._use_count() == count
+
+
 def test_errors_of_a_backward_pass(switched):
     for _ in range(200):
         q, k, v = tensors(5, 5, 5)

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use flashcore::{Cancellation, CpuBackend};
 use pyo3::exceptions::PyMemoryError;
+use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::error;
@@ -29,6 +30,29 @@ fn defect(panic: &(dyn Any + Send)) -> PyErr {
     error::runtime(format!(
         "this is a defect of FlashCore: {text}; please report it with the call that led to it"
     ))
+}
+
+/// Attaches this thread to Python, in code that PyTorch or XLA calls. Returns None if Python has
+/// ended.
+///
+/// [`Python::attach`] alone does not do that here: it takes every thread for attached that is inside
+/// of a call from Python. Between that call and this one there may be Python again, which called a
+/// library that has released Python since.
+pub(crate) fn attached<T>(run: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+    struct Ensured(ffi::PyGILState_STATE);
+    impl Drop for Ensured {
+        fn drop(&mut self) {
+            // SAFETY: the state that it was made from, on the same thread.
+            unsafe { ffi::PyGILState_Release(self.0) }
+        }
+    }
+    // SAFETY: may be asked at any time.
+    if unsafe { ffi::Py_IsInitialized() } == 0 {
+        return None;
+    }
+    // SAFETY: Python runs. A thread that is attached already stays so.
+    let _ensured = Ensured(unsafe { ffi::PyGILState_Ensure() });
+    Python::try_attach(run)
 }
 
 /// Runs work on the CPU with Python released, checking for signals meanwhile.

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyEllipsis, PyNotImplemented, PyTuple};
 
-use crate::boundary::compute;
+use crate::boundary::{attached, compute};
 use crate::gradient::{Backward, Given};
 use crate::info::{self, Last};
 use crate::library::{Choice, Entrance, Library, Made, Named};
@@ -256,7 +256,8 @@ pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>, caller: i32) -> PyResult<(
     let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
     let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
-    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, caller))
+    let warn = |py: Python<'_>| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, caller);
+    attached(warn).unwrap_or(Ok(()))
 }
 
 /// Returns what a call would run on a GPU that need not be present: the problem as text, the

@@ -14,7 +14,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-use crate::boundary::guard;
+use crate::boundary::{attached, guard};
 use crate::error;
 use crate::gradient::Backward;
 use crate::launch;
@@ -299,10 +299,8 @@ fn refuse(dropout: f64, mask: bool) -> PyResult<()> {
     if dropout == 0.0 && !mask {
         return Ok(());
     }
-    Python::attach(|py| match REFUSE.get(py) {
-        Some(refuse) => refuse.call1(py, (dropout, mask)).map(drop),
-        None => Err(PyRuntimeError::new_err("dropout is not supported")),
-    })
+    let told = attached(|py| Some(REFUSE.get(py)?.call1(py, (dropout, mask)).map(drop)));
+    told.flatten().unwrap_or_else(|| Err(PyRuntimeError::new_err("dropout is not supported")))
 }
 
 unsafe extern "C" fn answer_attention(slots: *mut u64, arguments: u64) -> *const Failed {

@@ -11,7 +11,7 @@ use flashcore::DType;
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::boundary::guard;
+use crate::boundary::{attached, guard};
 use crate::error;
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
@@ -220,7 +220,7 @@ pub(crate) unsafe fn answer(
     let call = Call { frame, api };
     match guard(|| call.supported().and_then(|()| run(&call))) {
         Ok(()) => null_mut(),
-        Err(error) => call.error(&error),
+        Err(error) => call.error(error),
     }
 }
 
@@ -354,9 +354,10 @@ impl Call<'_> {
         }
     }
 
-    /// Makes an XLA error, which raises an exception with this text in Python.
-    fn error(&self, error: &PyErr) -> *mut c_void {
-        let (code, text) = Python::try_attach(|py| (code(error, py), error.value(py).to_string()))
+    /// Makes an XLA error, which raises an exception with this text in Python, from a Python error,
+    /// which is dropped while Python is attached.
+    fn error(&self, error: PyErr) -> *mut c_void {
+        let (code, text) = attached(move |py| (code(&error, py), error.value(py).to_string()))
             .unwrap_or_else(|| (13, "FlashCore was called while Python ended".to_owned()));
         let message = CString::new(text.replace('\0', " ")).unwrap_or_default();
         let (size, message) = (size_of::<ErrorCreate>(), message.as_c_str());

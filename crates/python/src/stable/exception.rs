@@ -14,6 +14,7 @@ use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyTypeError, PyValu
 use pyo3::prelude::*;
 
 use super::function;
+use crate::boundary::attached;
 
 /// Defines a kernel around the function that answers its calls: calls it and, if it failed,
 /// restores the stack and tail-calls C++'s `throw`, which never returns.
@@ -130,10 +131,11 @@ impl Cxx {
         }
     }
 
-    /// Makes a PyTorch exception, ready to be thrown, from a Python error.
+    /// Makes a PyTorch exception, ready to be thrown, from a Python error, which is dropped while
+    /// Python is attached.
     #[cold]
-    pub(super) fn fail(&self, error: &PyErr) -> *const Failed {
-        let (class, text) = Python::try_attach(|py| {
+    pub(super) fn fail(&self, error: PyErr) -> *const Failed {
+        let (class, text) = attached(move |py| {
             let is_value = error.is_instance_of::<PyValueError>(py);
             let class = match () {
                 () if is_value => self.value,

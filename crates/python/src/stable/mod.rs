@@ -495,7 +495,7 @@ impl Stable {
                 }
                 null()
             }
-            Err(error) => torch.cxx.fail(&error),
+            Err(error) => torch.cxx.fail(error),
         }
     }
 }
