@@ -59,6 +59,9 @@ def _serve_others(
         if copied is None:
             raise
         return copied
+    finally:
+        # The error's traceback has this frame: with the error in it, both would keep the tensors.
+        del outcome
 
 
 _flashcore.leave_others_to(_serve_others)

@@ -1,7 +1,9 @@
 """PyTorch, the same bodies on the CPU and on a GPU."""
 
 import concurrent.futures
+import gc
 import math
+import weakref
 
 import pytest
 
@@ -354,3 +356,29 @@ def test_a_thread_with_function_transforms_is_asked_one_by_one(device):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(transform).result()
     assert found[1:] == [False, False]
+
+
+@every_device
+@pytest.mark.filterwarnings("ignore:head dim 12 is no multiple of 8")
+def test_the_garbage_collector_is_not_needed_to_free_tensors(device):
+    """Neither after a call that is refused, nor after one whose tensors are copied since the kernels refuse them."""
+    other = random(1, 4, 2, 16, device=device)
+    calls = [
+        lambda q: flash_attn_func(q, other[:, :, :, :8], other),
+        lambda q: flash_attn_func(q[..., :12], other[..., :12], other[..., :12]),
+        lambda q: flashcore.flash_attn_with_kvcache(q, other, other[:, :, :1]),
+    ]
+    gc.collect()
+    gc.disable()
+    try:
+        for call in calls:
+            query = random(1, 4, 2, 16, device=device)
+            alive = weakref.ref(query)
+            try:
+                call(query)
+            except ValueError:
+                pass
+            del query
+            assert alive() is None
+    finally:
+        gc.enable()
