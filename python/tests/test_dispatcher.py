@@ -227,6 +227,26 @@ def test_errors_below_a_public_function():
     assert k._use_count() == count
 
 
+@pytest.mark.parametrize("before", [0, 8, 1 << 16])
+def test_a_tensor_whose_memory_was_given_back_is_refused(switched, before):
+    """Its address is that of nothing, and as far behind that as the tensor is in its memory."""
+    good = torch.randn(2, 3, 5, 16)
+    gone = torch.zeros(before + good.numel())[before:].view(good.shape)
+    gone.untyped_storage().resize_(0)
+    kernels = register("flashcore")
+    try:
+        for name, call in (
+            ("q", lambda: ours.attention(gone, good, good)),
+            ("v", lambda: ours.attention(good, good, gone)),
+            ("query", lambda: heads_first(gone, good, good)),
+            ("key", lambda: heads_first(good, gone, good)),
+        ):
+            with pytest.raises(TypeError, match=f"^{name} has elements and no memory that they are in, expected"):
+                call()
+    finally:
+        kernels.remove()
+
+
 def test_errors_of_a_backward_pass(switched):
     for _ in range(200):
         q, k, v = tensors(5, 5, 5)

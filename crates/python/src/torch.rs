@@ -15,7 +15,7 @@ use crate::dlpack::{self, Exchange};
 use crate::error;
 use crate::process::{lock, process};
 use crate::stable::Stable;
-use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous, may_be_offset};
 
 /// The functions and types that are needed of the module `torch`.
 pub(crate) struct Torch {
@@ -241,9 +241,9 @@ impl Torch {
         }
         if let Some(exchange) = self.exchange {
             return match exchange.read(tensor, name) {
-                // GPU memory is freed in stream order, and checking its storage would take longer
-                // than a launch.
-                Ok(memory) if memory.place == Place::Host => {
+                // GPU memory is freed in stream order, and checking every storage there would take
+                // longer than a launch.
+                Ok(memory) if memory.place == Place::Host || may_be_offset(memory.address) => {
                     holds(tensor, name, &memory).map(|()| memory)
                 }
                 Err(error) => Err(unreadable(tensor, name, error)),

@@ -89,6 +89,13 @@ pub(crate) struct Memory {
     pub(crate) place: Place,
 }
 
+/// Returns whether an address may be the offset of a tensor in storage that was freed, whose own
+/// address is null then.
+pub(crate) fn may_be_offset(address: u64) -> bool {
+    // More than the memory of one device. Few systems give out lower addresses.
+    address < 1 << 40
+}
+
 /// A tensor argument that may be missing. Boxed, since most are missing and moving a [`Memory`]
 /// around for each would cost time.
 pub(crate) type Optional = Option<Box<Memory>>;

@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 use self::exception::Cxx;
 use crate::boundary::guard;
 use crate::error;
-use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
+use crate::view::{self, Element, MOST_DIMENSIONS, Memory, Place};
 
 pub(crate) use self::arguments::{Arguments, Value};
 pub(crate) use self::exception::{Failed, kernel};
@@ -51,6 +51,7 @@ pub(crate) struct Stable {
     dtype: Ask<i32>,
     device_type: Ask<i32>,
     device_index: Ask<i32>,
+    storage_bytes: Ask<i64>,
     copy_handle: Ask<Handle>,
     drop_tensor: unsafe extern "C" fn(Handle) -> Code,
     undefined: unsafe extern "C" fn(*mut Handle) -> Code,
@@ -144,6 +145,7 @@ impl Stable {
                 dtype: function(library, c"aoti_torch_get_dtype")?,
                 device_type: function(library, c"aoti_torch_get_device_type")?,
                 device_index: function(library, c"aoti_torch_get_device_index")?,
+                storage_bytes: function(library, c"aoti_torch_get_storage_size")?,
                 copy_handle: function(library, c"aoti_torch_new_tensor_handle")?,
                 drop_tensor: function(library, c"aoti_torch_delete_tensor_object")?,
                 undefined: function(library, c"aoti_torch_new_uninitialized_tensor")?,
@@ -427,9 +429,20 @@ impl Stable {
             for at in 0..dimensions {
                 (memory.sizes[at], memory.strides[at]) = (*sizes.add(at), *strides.add(at));
             }
-            memory.address = data as u64;
+            memory.address = self.unless_freed(handle, data as u64);
             Some(memory)
         }
+    }
+
+    /// Returns the address of a tensor's elements, or 0 if its storage was freed: PyTorch adds the
+    /// tensor's offset in its storage to the null address.
+    fn unless_freed(&self, handle: Handle, address: u64) -> u64 {
+        let freed = || {
+            let mut bytes = -1;
+            // SAFETY: callers have a tensor's handle; writes one number.
+            unsafe { (self.storage_bytes)(handle, &mut bytes) == 0 && bytes == 0 }
+        };
+        if view::may_be_offset(address) && freed() { 0 } else { address }
     }
 
     /// Returns the handle inside a Python tensor object, if it is one of a plain tensor.

@@ -60,14 +60,11 @@ impl Tensor {
                 )));
             }
         };
-        Ok(Memory {
-            address: self.address()?,
-            dimensions,
-            sizes,
-            strides,
-            element: torch.element_of(dtype),
-            place,
-        })
+        let address = torch.unless_freed(self.handle.as_ptr(), self.address()?);
+        let element = torch.element_of(dtype);
+        let memory = Memory { address, dimensions, sizes, strides, element, place };
+        memory.exists(name)?;
+        Ok(memory)
     }
 
     /// Returns the address of its elements.
