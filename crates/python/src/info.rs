@@ -66,25 +66,28 @@ fn device(py: Python<'_>, ordinal: u32) -> PyResult<Bound<'_, PyDict>> {
 }
 
 fn last(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
-    let last = lock(&process().last);
-    let described = PyDict::new(py);
-    match &*last {
+    // Copied, since the lock must not be held while Python allocates: that may start its garbage
+    // collector, which runs any code, here or in another thread.
+    let (device, problem, kernel, configuration, reason) = match &*lock(&process().last) {
         None => return Ok(None),
         Some(Last::Gpu { ordinal, plan }) => {
             let plan = plan.plan();
-            described.set_item("device", format!("cuda:{ordinal}"))?;
-            described.set_item("problem", plan.problem.to_string())?;
-            described.set_item("kernel", plan.chosen.full_name())?;
-            described.set_item("configuration", plan.chosen.configuration.as_deref())?;
-            described.set_item("reason", plan.reason())?;
+            let (device, chosen) = (format!("cuda:{ordinal}"), &plan.chosen);
+            let configuration = chosen.configuration.clone();
+            let problem = plan.problem.to_string();
+            (device, problem, chosen.full_name(), configuration, plan.reason())
         }
         Some(Last::Cpu { problem, report }) => {
-            described.set_item("device", "cpu")?;
-            described.set_item("problem", problem.to_string())?;
-            described.set_item("kernel", format!("{}/{}", report.backend, report.kernel))?;
-            described.set_item("configuration", report.configuration.as_deref())?;
-            described.set_item("reason", &report.reason)?;
+            let kernel = format!("{}/{}", report.backend, report.kernel);
+            let configuration = report.configuration.clone();
+            ("cpu".to_owned(), problem.to_string(), kernel, configuration, report.reason.clone())
         }
-    }
+    };
+    let described = PyDict::new(py);
+    described.set_item("device", device)?;
+    described.set_item("problem", problem)?;
+    described.set_item("kernel", kernel)?;
+    described.set_item("configuration", configuration)?;
+    described.set_item("reason", reason)?;
     Ok(Some(described))
 }

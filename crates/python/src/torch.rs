@@ -336,23 +336,25 @@ impl Torch {
         dtype: &Py<PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         const MOST: usize = 8;
-        let mut made = lock(&self.made);
         let same = |(kept, _): &&(Memory, Py<PyTuple>)| {
             kept.element == memory.element
                 && kept.dimensions == memory.dimensions
                 && kept.sizes == memory.sizes
                 && kept.strides == memory.strides
         };
-        if let Some((_, arguments)) = made.iter().find(same) {
+        if let Some((_, arguments)) = lock(&self.made).iter().find(same) {
             return Ok(arguments.bind(py).clone());
         }
+        // Without the lock: what Python allocates may start its garbage collector, which runs any
+        // code, here or in another thread.
         let (sizes, strides) = (memory.sizes(), memory.strides());
         let arguments = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?, dtype);
         let arguments = arguments.into_pyobject(py)?;
-        if made.len() == MOST {
-            made.remove(0);
-        }
+        let mut made = lock(&self.made);
+        let oldest = (made.len() >= MOST).then(|| made.remove(0));
         made.push((*memory, arguments.clone().unbind()));
+        drop(made);
+        drop(oldest);
         Ok(arguments)
     }
 
