@@ -74,6 +74,9 @@ hazards! {
     RoleMismatch = "role predicate and warps differ",
     /// Participants of a named barrier disagree, or too many arrive.
     BarrierCount = "named barrier count",
+    /// An arrival at a named barrier or an mbarrier that nothing orders after the arrivals of the
+    /// previous phase, so that it may count for that phase.
+    UnorderedArrival = "unordered arrival",
     /// The cluster's barrier is waited for before arriving, or arrived at twice.
     ClusterBarrierOrder = "cluster barrier order",
     /// Memory that is not an initialised mbarrier is used as one.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use ptx::{Program, Scope, SourceLocation};
 
-use crate::clock::{ClockSet, Entry, WarpClock, copies_of};
+use crate::clock::{ClockSet, Entry, VectorClock, WarpClock, copies_of};
 use crate::hazard::{Actor, Hazard, HazardKind};
 use crate::lower::Code;
 use crate::memory::Memory;
@@ -316,6 +316,51 @@ pub(crate) struct Mbarrier {
     pub(crate) completed_at: u64,
     /// The number of phases that had ended when a thread last waited.
     pub(crate) waited: u64,
+    /// The arrivals of threads in the current phase and in the one before.
+    pub(crate) arrivals: PhaseArrivals,
+}
+
+/// The arrivals of threads at a barrier in the current phase and in the one before, in checked
+/// mode.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PhaseArrivals {
+    current: Vec<Arrival>,
+    previous: Vec<Arrival>,
+}
+
+/// An arrival at a barrier: its epoch, and where it is in the source.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    pub(crate) component: u32,
+    pub(crate) clock: u32,
+    /// The lanes that arrived; none if the warp arrived as a whole, which each of its lanes knows.
+    pub(crate) lanes: u32,
+    pub(crate) actor: Actor,
+    pub(crate) place: Option<SourceLocation>,
+}
+
+impl PhaseArrivals {
+    /// Records an arrival. Returns an arrival of the previous phase that does not happen before it
+    /// although another warp made it: under another schedule the new arrival comes first, and
+    /// counts for that phase. `known` is what happened before the new arrival.
+    pub(crate) fn add(&mut self, arrival: Arrival, known: &VectorClock) -> Option<Arrival> {
+        match self.current.last_mut() {
+            Some(last) if (last.component, last.clock) == (arrival.component, arrival.clock) => {
+                last.lanes |= arrival.lanes;
+            }
+            _ => self.current.push(arrival),
+        }
+        let is_unordered = |it: &&Arrival| {
+            let of_another = it.component != arrival.component;
+            of_another && !known.get(it.component).covers(it.clock, it.lanes)
+        };
+        self.previous.iter().find(is_unordered).copied()
+    }
+
+    /// Ends the phase.
+    pub(crate) fn advance(&mut self) {
+        self.previous = std::mem::take(&mut self.current);
+    }
 }
 
 /// The state of a named barrier.
@@ -328,6 +373,8 @@ pub(crate) struct NamedBarrier {
     pub(crate) released: ClockSet,
     pub(crate) first_at: Option<SourceLocation>,
     pub(crate) completed_at: u64,
+    /// The arrivals for the current generation and for the one before.
+    pub(crate) arrivals: PhaseArrivals,
 }
 
 /// The state of the cluster barrier.

@@ -1,18 +1,23 @@
 //! Barriers: named barriers, the cluster barrier and mbarriers; `setmaxnreg` and the register pool;
 //! and the end of every kind of wait.
 
-use ptx::{Address, ClusterOrder, Operand, Register, RegisterChange, Space};
+use ptx::{Address, ClusterOrder, Operand, Register, RegisterChange, SourceLocation, Space};
 
 use super::Flow;
 use super::access::Target;
 use crate::Measure;
-use crate::hazard::HazardKind;
-use crate::machine::{CLUSTER_WINDOW, Executed, Executor, Mbarrier, SHARED_BASE};
+use crate::hazard::{Actor, HazardKind};
+use crate::machine::{Arrival, CLUSTER_WINDOW, Executed, Executor, Mbarrier, SHARED_BASE};
 use crate::shadow::Source;
 use crate::warp::{State, Wait, Warp, lanes_of};
 
 /// The largest transaction count of an mbarrier.
 const TRANSACTION_LIMIT: i64 = (1 << 20) - 1;
+
+/// Returns the arrival that a warp is about to make as a whole.
+fn arrival(warp: &Warp<'_>, actor: Actor, place: Option<SourceLocation>) -> Arrival {
+    Arrival { component: warp.clock.component, clock: warp.clock.now, lanes: 0, actor, place }
+}
 
 impl<'a> Executor<'_, 'a> {
     // ---- named barriers ---------------------------------------------------------
@@ -30,6 +35,7 @@ impl<'a> Executor<'_, 'a> {
             None => self.grid_state.program.threads,
         };
         let place = self.grid_state.code.places[warp.pc];
+        let actor = self.actor(warp, None);
         if barrier > 15 || expected == 0 || expected % 32 != 0 {
             let text = format!("barrier {barrier} for {expected} threads: there is no such");
             return Err(self.hazard(warp, None, HazardKind::BarrierCount, text));
@@ -61,11 +67,25 @@ impl<'a> Executor<'_, 'a> {
         }
         named.arrived.push(warp.index);
         if self.grid_state.checked {
+            let arrival = arrival(warp, actor, place);
             let released = warp.clock.release(u32::MAX);
+            let unordered = named.arrivals.add(arrival, &released.known);
+            // A barrier of one warp is complete as soon as that warp arrives.
+            if let Some(other) = unordered.filter(|_| expected > 32) {
+                let text = format!(
+                    "the warp arrives at barrier {barrier}, and nothing orders that after the last \
+                     use of the barrier, by {}: the arrival may count for that one",
+                    other.actor
+                );
+                let mut hazard = self.hazard(warp, None, HazardKind::UnorderedArrival, text);
+                hazard.other = other.place;
+                return Err(hazard);
+            }
             named.gather.join(&released);
         }
         if named.arrived.len() as u32 * 32 == expected {
             named.arrived.clear();
+            named.arrivals.advance();
             named.generation += 1;
             named.completed_at = named.completed_at.max(warp.time);
             let gathered = std::mem::take(&mut named.gather);
@@ -194,6 +214,7 @@ impl<'a> Executor<'_, 'a> {
                 expected_at: None,
                 completed_at: 0,
                 waited: 0,
+                arrivals: Default::default(),
             };
             self.cluster.blocks[block].mbarriers.insert(address, barrier);
         }
@@ -268,6 +289,8 @@ impl<'a> Executor<'_, 'a> {
         let addresses = warp.shared_addresses(address);
         let counts = count.map(|count| warp.word(count)).unwrap_or([1; 32]);
         let bytes = bytes.map(|bytes| warp.word(bytes));
+        let place = self.grid_state.code.places[warp.pc];
+        let arriving = arrival(warp, self.actor(warp, None), place);
         let released =
             if self.grid_state.checked { Some(warp.clock.release(warp.active)) } else { None };
         for lane in lanes_of(warp.active) {
@@ -280,9 +303,24 @@ impl<'a> Executor<'_, 'a> {
             let barrier =
                 self.cluster.blocks[block].mbarriers.get_mut(&local).expect("looked up above");
             if let Some(released) = &released {
+                let arriving = Arrival { lanes: 1 << lane, ..arriving };
+                if let Some(other) = barrier.arrivals.add(arriving, &released.known) {
+                    let phase = barrier.phase;
+                    let name = self.shared_name(local);
+                    let text = format!(
+                        "an arrival in phase {phase} of {name}, and nothing orders it after that \
+                         of {} in phase {}: it may count for that one",
+                        other.actor,
+                        phase - 1
+                    );
+                    let kind = HazardKind::UnorderedArrival;
+                    let mut hazard = self.hazard(warp, Some(lane), kind, text);
+                    hazard.other = other.place;
+                    return Err(hazard);
+                }
                 barrier.gather.join(released);
             }
-            if let Some(place) = self.grid_state.code.places[warp.pc] {
+            if let Some(place) = place {
                 barrier.arrivers.retain(|(w, _)| *w != warp.index);
                 barrier.arrivers.push((warp.index, place));
             }
@@ -382,6 +420,7 @@ impl<'a> Executor<'_, 'a> {
             return Err(hazard);
         }
         barrier.phase += 1;
+        barrier.arrivals.advance();
         barrier.pending = barrier.expected;
         barrier.completed_at = barrier.completed_at.max(time);
         let gathered = std::mem::take(&mut barrier.gather);
