@@ -3,7 +3,7 @@
 use flashcore_sim::HazardKind as H;
 use ptx::{
     Address, Builder, Expression, GlobalAddress, Instruction, Mbarriers, Operand, Reg, Scope,
-    SharedAddress, Target, U32,
+    SharedAddress, StatementKind, Target, U32,
 };
 
 use crate::{fails, passes};
@@ -255,6 +255,83 @@ fn operand_overwritten_in_flight() {
     };
     passes(&kernel(true));
     fails("operand_overwritten_in_flight", H::OverwrittenInFlight, &kernel(false));
+}
+
+/// Stores that are in no group are not waited for by any wait.
+#[test]
+fn store_not_committed() {
+    let program = with_store(FENCED, |k| wait(k, true), |_, _| {});
+    let program = flashcore_sim::mutate::edit(&program, &mut |statement| {
+        !matches!(statement.kind, StatementKind::Instruction(Instruction::BulkCommit))
+    });
+    fails("store_not_committed", H::CopyInFlightAtExit, &program);
+}
+
+#[test]
+fn store_of_uninitialised_memory() {
+    let program = with_store(FENCED, |k| wait(k, true), |_, _| {});
+    let program = flashcore_sim::mutate::edit(&program, &mut |statement| {
+        !matches!(statement.kind, StatementKind::Instruction(Instruction::Store { .. }))
+    });
+    fails("store_of_uninitialised_memory", H::UninitialisedMemory, &program);
+}
+
+/// The tile of a load was read by threads before: through another proxy.
+#[test]
+fn load_over_what_threads_read() {
+    let kernel = |fenced: bool| {
+        with_load(|k, load| {
+            load.expect_and_issue(k, 256);
+            k.mbarrier_wait(load.barrier, 0, Scope::Block);
+            k.load::<U32, _>(load.tile + load.thread * 4);
+            if fenced {
+                k.fence(ptx::Fence::ProxyAsyncShared);
+            }
+            k.block_sync();
+            load.expect_and_issue(k, 256);
+            k.mbarrier_wait(load.barrier, 1, Scope::Block);
+        })
+    };
+    passes(&kernel(true));
+    fails("load_over_what_threads_read", H::MissingProxyFence, &kernel(false));
+}
+
+/// The copy engine reads and writes past the end of a buffer or of shared memory.
+#[test]
+fn copies_out_of_bounds() {
+    let issued = |issue: fn(&mut Builder, &Load)| {
+        with_load(|k, load| {
+            k.if_(load.thread.equals(0), |k| issue(k, load));
+        })
+    };
+    let beyond_the_buffer = issued(|k, load| {
+        let input = k.eval(load.input + 4000u64 / 16 * 16);
+        Load { input, ..*load }.issue(k, Operand::u32(256));
+    });
+    fails("load_out_of_bounds", H::OutOfBounds, &beyond_the_buffer);
+    let beyond_shared_memory = issued(|k, load| load.issue(k, Operand::u32(1024)));
+    fails("load_past_shared_memory", H::OutOfBounds, &beyond_shared_memory);
+    let asynchronous = issued(|k, load| k.copy_async(load.tile, load.input + 4096u64, None));
+    fails("copy_out_of_bounds", H::OutOfBounds, &asynchronous);
+}
+
+/// A copy that is in no group is not waited for by a wait for groups.
+#[test]
+fn copy_not_committed() {
+    let mut k = Builder::new("kernel", Target::SM_80, 32);
+    let input = k.parameter::<GlobalAddress>("input");
+    let offset = k.shared("tile", 512, 128);
+    let (tile, thread) = (k.shared_address(offset), k.thread_index());
+    k.copy_async(tile + thread * 16, input + thread.convert::<ptx::U64>() * 16, None);
+    k.copy_async_commit();
+    k.copy_async_wait(0);
+    k.load::<U32, _>(tile + thread * 16);
+    let program = k.finish().unwrap();
+    passes(&program);
+    let program = flashcore_sim::mutate::edit(&program, &mut |statement| {
+        !matches!(statement.kind, StatementKind::Instruction(Instruction::CopyAsyncCommit))
+    });
+    fails("copy_not_committed", H::TouchedBeforeArrival, &program);
 }
 
 #[test]

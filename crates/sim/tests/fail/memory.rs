@@ -33,6 +33,37 @@ fn misaligned() {
     fails("misaligned", H::Misaligned, &k.finish().unwrap());
 }
 
+/// Each row of a matrix is 16 bytes, aligned as such, and within shared memory.
+#[test]
+fn rows_of_a_matrix() {
+    let kernel = |first: u32| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32);
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let words = [thread; 4];
+        k.store_vector(tile + thread * 16, &words, Default::default());
+        k.warp_sync();
+        let row = k.eval(tile + thread * 16 + first);
+        k.load_matrix::<U32, 4>(row, false);
+        k.finish().unwrap()
+    };
+    passes(&kernel(0));
+    fails("matrix_misaligned", H::Misaligned, &kernel(8));
+    fails("matrix_out_of_bounds", H::OutOfBounds, &kernel(16));
+}
+
+#[test]
+fn matrix_of_uninitialised_memory() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let offset = k.shared("tile", 512, 128);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    let row = k.eval(tile + thread * 16);
+    k.load_matrix::<U32, 4>(row, false);
+    fails("matrix_of_uninitialised_memory", H::UninitialisedMemory, &k.finish().unwrap());
+}
+
 #[test]
 fn uninitialised_shared_memory() {
     let mut k = Builder::new("kernel", Target::SM_90A, 32);

@@ -57,6 +57,43 @@ fn missing_wgmma_fence() {
     fails("missing_wgmma_fence", H::MissingWgmmaFence, &program);
 }
 
+/// A product that is in no group is not waited for by any wait.
+#[test]
+fn product_not_committed() {
+    let program = square(Swizzle::B128);
+    let program = without(&program, |i| matches!(i, Instruction::WgmmaCommit));
+    fails("product_not_committed", H::AccumulatorInFlight, &program);
+}
+
+/// A wait that leaves the product's own group pending.
+#[test]
+fn one_group_too_many_pending() {
+    let program = mutate::edit(&square(Swizzle::B128), &mut |statement| {
+        if let StatementKind::Instruction(Instruction::WgmmaWait { pending }) = &mut statement.kind
+        {
+            *pending += 1;
+        }
+        true
+    });
+    fails("one_group_too_many_pending", H::AccumulatorInFlight, &program);
+}
+
+/// The tensor cores read what threads have stored: through another proxy.
+#[test]
+fn product_of_unfenced_stores() {
+    let program = by_hand(|_, _| {}, |_, _| {}, None);
+    passes(&program);
+    let program = without(&program, |i| matches!(i, Instruction::Fence(_)));
+    fails("product_of_unfenced_stores", H::MissingProxyFence, &program);
+}
+
+#[test]
+fn product_of_uninitialised_memory() {
+    let program = by_hand(|_, _| {}, |_, _| {}, None);
+    let program = without(&program, |i| matches!(i, Instruction::Store { .. }));
+    fails("product_of_uninitialised_memory", H::UninitialisedMemory, &program);
+}
+
 #[test]
 fn never_waited() {
     let program = square(Swizzle::B128);

@@ -137,6 +137,25 @@ fn flags_order_by_release_and_acquire() {
     fails("flag_relaxed_load", H::DataRace, &flag(release, relaxed_load));
 }
 
+/// A release or an acquire of the block does not reach another block.
+#[test]
+fn flags_that_do_not_reach() {
+    let kernel = |store: Scope| {
+        one_after_the_other(
+            move |k, data, flag| {
+                k.store(data, 1.0);
+                raise(k, flag, StoreOrder::Release(store));
+            },
+            |k, data| {
+                k.load::<F32, _>(data);
+            },
+        )
+    };
+    passes(&kernel(Scope::Gpu));
+    passes(&kernel(Scope::Cluster));
+    fails("flag_of_the_block", H::DataRace, &kernel(Scope::Block));
+}
+
 #[test]
 fn atomics_of_many_blocks_do_not_race() {
     let mut k = Builder::new("kernel", Target::SM_90A, 64).cluster(2);

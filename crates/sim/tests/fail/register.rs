@@ -43,6 +43,22 @@ fn divergent_shuffle() {
 }
 
 #[test]
+fn divergent_matrix_load() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let offset = k.shared("tile", 512, 128);
+    let tile = k.shared_address(offset);
+    let lane = k.lane();
+    let words = [lane; 4];
+    k.store_vector(tile + lane * 16, &words, Default::default());
+    k.warp_sync();
+    let row = k.eval(tile + lane * 16);
+    k.if_(lane.less(16), |k| {
+        k.load_matrix::<ptx::U32, 4>(row, false);
+    });
+    fails("divergent_matrix_load", H::Divergent, &k.finish().unwrap());
+}
+
+#[test]
 fn role_mismatch() {
     let mut k = Builder::new("kernel", Target::SM_90A, 128);
     let out = k.parameter::<GlobalAddress>("out");
