@@ -12,7 +12,8 @@
 //! barrier releases its own accesses, not those of lanes that it did not meet at a `bar.warp.sync`.
 //!
 //! A `cp.async` belongs to its lane, too: a lane that has waited for its copies knows of its own
-//! and of no other lane's, until the lanes synchronise.
+//! and of no other lane's, until the lanes synchronise. So does a bulk store: a wait covers the
+//! stores of the lanes that wait.
 //!
 //! What this may miss: where two different subsets of a warp's lanes acted alone and both are
 //! known, the later clock is taken for the union of both; and lanes that waited alone in different
@@ -45,7 +46,7 @@ impl Entry {
 
     /// Creates an entry of `lanes` as individual lanes: even a full mask does not count as all
     /// lanes having synchronised.
-    fn of_each(lanes: u32, clock: u32, synced: u32) -> Self {
+    pub(crate) fn of_each(lanes: u32, clock: u32, synced: u32) -> Self {
         Entry { all: synced, some: clock, lanes }
     }
 

@@ -358,7 +358,7 @@ impl<'a> Executor<'_, 'a> {
             };
             if self.grid_state.checked && !used.is_empty() {
                 let target = Target::Shared { block: operation.block, offset: offset + used.start };
-                let observer = Observer::operation(&operation.start, event);
+                let observer = Observer::store(&operation.start, event, operation.lane);
                 self.check_access(observer, target, used.len() as u32, false, operation.issued)?;
             }
             let shared = &self.cluster.blocks[operation.block].shared;
@@ -384,7 +384,7 @@ impl<'a> Executor<'_, 'a> {
         let source = if adds { Source::Atomic(Scope::Gpu) } else { Source::Store };
         let event = self.operation_event(operation, component, Proxy::Async, source, what);
         let start = operation.start.clone();
-        let observer = Observer::operation(&start, event);
+        let observer = Observer::store(&start, event, operation.lane);
         match target {
             StoreTarget::Bytes { dst, add } => {
                 let row = self.global_row(operation, observer, dst, data.len() as u64, true)?;

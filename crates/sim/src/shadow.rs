@@ -155,6 +155,11 @@ impl<'a> Observer<'a> {
         Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
     }
 
+    /// Creates an observer for a bulk store, whose group belongs to the lane that issued it.
+    pub(crate) fn store(knowledge: &'a ClockSet, event: u32, lane: u32) -> Self {
+        Observer { lane: lane as u8, ..Observer::operation(knowledge, event) }
+    }
+
     /// Returns whether the event `e` of these lanes happened before the observer's own event `o`.
     fn knows(&self, e: &Event, o: &Event, lanes: u32) -> bool {
         let known = &self.knowledge.known;

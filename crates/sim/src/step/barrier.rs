@@ -586,6 +586,7 @@ impl<'a> Executor<'_, 'a> {
 
     /// Ends a wait that is over: the warp acquires what it waited for.
     pub(crate) fn finish_wait(&mut self, warp: &mut Warp<'a>, wait: Wait) {
+        use crate::clock::Entry;
         use crate::machine::{store_read_component, store_write_component, stream_entry};
         let checked = self.grid_state.checked;
         let mut event_time = 0;
@@ -635,7 +636,8 @@ impl<'a> Executor<'_, 'a> {
                 if checked && clock > 0 {
                     let (read, write) =
                         (store_read_component(warp.index), store_write_component(warp.index));
-                    let entry = stream_entry(clock);
+                    // Groups of stores belong to lanes: those that wait know of their own.
+                    let entry = Entry::of_each(warp.active, clock, 0);
                     warp.clock.acquire(warp.active, |k| {
                         k.known.raise(read, entry);
                         if !read_only {

@@ -267,6 +267,38 @@ fn store_not_committed() {
     fails("store_not_committed", H::CopyInFlightAtExit, &program);
 }
 
+/// Groups of bulk stores belong to the thread that commits them.
+#[test]
+fn stores_of_another_lane() {
+    let kernel = |waiting: u32| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32);
+        let out = k.parameter::<GlobalAddress>("out");
+        let offset = k.shared("tiles", 512, 128);
+        let tiles = k.shared_address(offset);
+        let thread = k.thread_index();
+        let words = [thread; 4];
+        k.store_vector(tiles + thread * 16, &words, Default::default());
+        k.fence(ptx::Fence::ProxyAsyncShared);
+        k.warp_sync();
+        for lane in 0..2u32 {
+            k.if_(thread.equals(lane), |k| {
+                let src = k.eval(tiles + 256 * lane);
+                let dst = k.eval(out + u64::from(256 * lane));
+                let (dst, src, bytes) = (at(dst.register()), at(src.register()), Operand::u32(256));
+                k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
+                k.push(Instruction::BulkCommit);
+            });
+        }
+        k.if_(thread.less(2) & thread.at_least(2 - waiting), |k| wait(k, true));
+        k.warp_sync();
+        k.store_vector(tiles + thread * 16, &words, Default::default());
+        k.if_(thread.less(2), |k| wait(k, true));
+        k.finish().unwrap()
+    };
+    passes(&kernel(2));
+    fails("stores_of_another_lane", H::OverwrittenInFlight, &kernel(1));
+}
+
 #[test]
 fn store_of_uninitialised_memory() {
     let program = with_store(FENCED, |k| wait(k, true), |_, _| {});
