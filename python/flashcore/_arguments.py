@@ -136,6 +136,15 @@ def either(name: str, value: Any, other_name: str, other: Any) -> Any:
     return value
 
 
+def check_rows(name: str, rows: list[int], count: int) -> None:
+    """Refuses rows that a page table does not have; negative ones do not count from the end."""
+    for sequence, row in enumerate(rows):
+        if not 0 <= row < count:
+            raise ValueError(
+                f"cache_batch_idx has {row} for sequence {sequence}, expected from 0 to below the {count} of {name}"
+            )
+
+
 def window(window_size: Any) -> tuple[int, int]:
     """Returns the window as (left, right) with -1 for unbounded, as PyTorch's operators take it."""
     if window_size is None:

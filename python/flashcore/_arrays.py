@@ -93,6 +93,14 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
     return namespace.full((count,), value, dtype=namespace.int32)
 
 
+def is_in_host_memory(array: Any) -> bool:
+    """Returns whether an array's numbers can be read here; those of JAX's tracers cannot."""
+    try:
+        return bool(array.__dlpack_device__()[0] == 1) and hasattr(array, "tolist")
+    except Exception:
+        return False
+
+
 def can_copy(array: Any) -> bool:
     """Returns whether an array's library can pad and concatenate arrays, and import results."""
     functions = ("pad", "concatenate", "from_dlpack")

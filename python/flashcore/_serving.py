@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import by_keyword, either, flag, hints, invariant, rarely, refuse, shape_of
+from ._arguments import by_keyword, check_rows, either, flag, hints, invariant, rarely, refuse, shape_of
 
 try:
     from . import _torch as _torch
@@ -497,6 +497,16 @@ def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
             f"{name} and cache_batch_idx have {len(table.shape)} and {len(rows.shape)} dimensions, expected "
             "2 and 1"
         )
+    count = table.shape[0]
+    if count == 0 and rows.shape[0] > 0:
+        raise ValueError(f"{name} has no rows, expected those of cache_batch_idx")
+    if _torch is not None and _torch.is_tensor(table) and _torch.is_tensor(rows):
+        return _torch.chosen_rows(name, table, rows)
+    if _arrays.is_in_host_memory(rows):
+        check_rows(name, rows.tolist(), count)
+    elif hasattr(rows, "clip"):
+        # On a GPU and inside of JAX's transformations they are clamped, as the other lists are.
+        rows = rows.clip(0, max(count - 1, 0))
     return table[rows]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _flashcore, _gradients
-from ._arguments import shown, window
+from ._arguments import check_rows, shown, window
 
 _flashcore.adopt_torch(torch)
 
@@ -429,6 +429,18 @@ def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
         if not torch.is_tensor(it):
             raise TypeError(f"{name} is a {type(it)}, expected a tensor")
         if it.dtype != torch.float32:
+def chosen_rows(name: str, table: Any, rows: Any) -> Any:
+    """Selects rows of a page table. Those that it does not have are refused on the CPU, and clamped on a GPU, where
+    PyTorch's own indexing would end every later call of the process."""
+    if rows.device.type != "cpu":
+        return table[rows.clamp(0, max(table.shape[0] - 1, 0))]
+    if is_compiling() or not _gradients.are_ordinary((table, rows)):
+        # It refuses negative numbers, which indexing counts from the end.
+        return table.index_select(0, rows)
+    check_rows(name, rows.tolist(), table.shape[0])
+    return table[rows]
+
+
             raise TypeError(f"{name} has element type {it.dtype}, expected float32")
         if tuple(it.shape) not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)

@@ -313,6 +313,14 @@ def test_rows_of_a_table_may_be_chosen():
     for name in ("page_table", "block_table"):
         chosen = {name: table, "cache_batch_idx": rows, "rotary_seqlens": lengths}
         assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **chosen), expected)
+    for wrong in (-1, 4):
+        odd = torch.tensor([3, wrong], dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"cache_batch_idx has {wrong} for sequence 1, expected from 0 to below the 4 of page_table"):
+            flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, cache_batch_idx=odd)
+        compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+        with pytest.raises(IndexError):
+            compiled(q, k, v, cache_seqlens=lengths, page_table=table, cache_batch_idx=odd)
+    assert torch.equal(compiled(q, k, v, cache_seqlens=lengths, page_table=table, cache_batch_idx=rows), expected)
     more = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table)
     assert torch.equal(more, flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table[:2]))
     new = torch.randn(2, 1, 2, 16)
