@@ -59,6 +59,8 @@ def attend(
     """Computes attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
     tensors = _torch._autocast(tensors)
+    captured_names = ("attn_mask" if function == "scaled_dot_product_attention" else "a captured tensor",)
+    _torch.refuse_tangents(("query", "key", "value", *captured_names * len(captured)), (*tensors, *captured))
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     result = operators.attention_with_rules(

@@ -241,6 +241,7 @@ def attend(
         return (out, result[1]) if lse else out
     others, none, plain, _ = _gradients.PLAIN
     if not is_compiling():
+        refuse_tangents(_flashcore.tensor_names(function), tensors)
         tensors = tuple(it.clone() if it is not None and it._is_zerotensor() else it for it in tensors)
     tensors = _autocast((*tensors, *none[len(tensors) - 3 :]))
     recorded = is_recorded(*tensors)
@@ -359,6 +360,19 @@ def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
         )
 
 
+def refuse_tangents(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
+    """Refuses tensors of forward-mode differentiation, since their tangents would be lost."""
+    if is_compiling() or torch.autograd.forward_ad._current_level < 0:
+        return
+    for name, tensor in zip(names, tensors):
+        if isinstance(tensor, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent, expected a tensor without: FlashCore has no forward-mode derivatives "
+                "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or PyTorch's attention with "
+                "SDPBackend.MATH"
+            )
+
+
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Appends keys and values through the dispatcher; returns the rotated queries or None, and the
     lengths."""
@@ -366,6 +380,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     for name, tensor in zip(names, tensors):
         if tensor is None:
             raise ValueError(f"{name} is None, expected a tensor with k and v")
+    refuse_tangents(names, tensors)
     _refuse_gradients(names, tensors)
     for name, tensor in zip(names[:2], tensors):
         refuse_unwritable(name, tensor)
@@ -378,7 +393,9 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
     """Combines partial results through the dispatcher."""
-    _refuse_gradients(("out_partial", "lse_partial", "out"), tensors)
+    names = ("out_partial", "lse_partial", "out")
+    refuse_tangents(names, tensors)
+    _refuse_gradients(names, tensors)
     out_partial, lse_partial, out = tensors
     if dtype is not None and not isinstance(dtype, torch.dtype):
         # NumPy's, or a name.
@@ -396,7 +413,9 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
 
 def merge(tensors: tuple[Any, ...]) -> Any:
     """Merges two attention results through the dispatcher."""
-    _refuse_gradients(("out_a", "lse_a", "out_b", "lse_b"), tensors)
+    names = ("out_a", "lse_a", "out_b", "lse_b")
+    refuse_tangents(names, tensors)
+    _refuse_gradients(names, tensors)
     return _gradients.operators.merge(*tensors)
 
 
@@ -408,6 +427,18 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
                 f"{name} requires grad, expected a tensor that does not: this function has no backward "
                 "pass; call it under torch.no_grad() or detach the tensor"
             )
+
+
+def chosen_rows(name: str, table: Any, rows: Any) -> Any:
+    """Selects rows of a page table. Those that it does not have are refused on the CPU, and clamped on a GPU, where
+    PyTorch's own indexing would end every later call of the process."""
+    if rows.device.type != "cpu":
+        return table[rows.clamp(0, max(table.shape[0] - 1, 0))]
+    if is_compiling() or not _gradients.are_ordinary((table, rows)):
+        # It refuses negative numbers, which indexing counts from the end.
+        return table.index_select(0, rows)
+    check_rows(name, rows.tolist(), table.shape[0])
+    return table[rows]
 
 
 def is_small_float(tensor: Any) -> bool:
@@ -429,18 +460,6 @@ def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
         if not torch.is_tensor(it):
             raise TypeError(f"{name} is a {type(it)}, expected a tensor")
         if it.dtype != torch.float32:
-def chosen_rows(name: str, table: Any, rows: Any) -> Any:
-    """Selects rows of a page table. Those that it does not have are refused on the CPU, and clamped on a GPU, where
-    PyTorch's own indexing would end every later call of the process."""
-    if rows.device.type != "cpu":
-        return table[rows.clamp(0, max(table.shape[0] - 1, 0))]
-    if is_compiling() or not _gradients.are_ordinary((table, rows)):
-        # It refuses negative numbers, which indexing counts from the end.
-        return table.index_select(0, rows)
-    check_rows(name, rows.tolist(), table.shape[0])
-    return table[rows]
-
-
             raise TypeError(f"{name} has element type {it.dtype}, expected float32")
         if tuple(it.shape) not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)

@@ -11,8 +11,10 @@ torch = pytest.importorskip("torch")
 import flashcore
 from conftest import devices
 from flashcore import (
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
+    flash_attn_merge,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -708,6 +710,33 @@ def test_vmap(device):
                 assert one.shape == other.shape and (one.float() - other.float()).abs().max().item() < 5e-2
     with pytest.raises(NotImplementedError, match="torch.func.grad and its kin are not supported"):
         torch.func.grad(lambda q: flash_attn_func(q, k[0], v[0]).sum())(q[0].detach())
+
+
+@every_device
+def test_forward_mode_is_refused(device):
+    """A tangent that the result does not have would be a derivative of zero."""
+    q, k, v = (random(1, 20, 2, 64, device=device, seed=seed) for seed in range(3))
+    recorded, lse = q.clone().requires_grad_(), torch.zeros(1, 2, 20, device=device)
+    lengths = torch.tensor([4], dtype=torch.int32, device=device)
+    forward = torch.autograd.forward_ad
+    calls = {
+        "q": lambda x: flash_attn_func(x, k, v),
+        "v": lambda x: flash_attn_func(recorded, k, x, causal=True),
+        "qkv": lambda x: flash_attn_qkvpacked_func(torch.stack((x, k, v), 2)),
+        "query": lambda x: scaled_dot_product_attention(x, k, v),
+        "attn_mask": lambda x: scaled_dot_product_attention(q, k, v, x[0, :, :1, :2].float()),
+        "k_cache": lambda x: flash_attn_with_kvcache(q[:, :1], x, v),
+        "k": lambda x: flash_attn_with_kvcache(q[:, :1], k.clone(), v.clone(), x[:, :1], v[:, :1], cache_seqlens=lengths),
+        "out_partial": lambda x: flash_attn_combine(x[None], lse.mT[None].contiguous()),
+        "out_b": lambda x: flash_attn_merge(q, lse, x, lse),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} has a tangent, expected a tensor without"):
+            torch.func.jvp(call, (q,), (q,))
+        with forward.dual_level(), pytest.raises(NotImplementedError, match=f"^{name} has a tangent"):
+            call(forward.make_dual(q, k))
+        with forward.dual_level():
+            call(q)  # nothing is lost where no tensor has one
 
 
 @every_device

@@ -43,6 +43,9 @@ pub(crate) struct Torch {
     increment_version: Option<Py<PyAny>>,
     /// Returns the number of active `__torch_dispatch__` modes.
     modes: Py<PyAny>,
+    /// The variables of `torch.autograd.forward_ad`, among them the level of forward-mode
+    /// differentiation.
+    forward_mode: Option<Py<PyDict>>,
     raw_stream: Option<Py<PyAny>>,
 }
 
@@ -53,7 +56,9 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = module.py();
     let inner = module.getattr("_C")?;
     let tensor = module.getattr("Tensor")?;
-    let graph = module.getattr("autograd").and_then(|autograd| autograd.getattr("graph"));
+    let of_autograd = |name| module.getattr("autograd").and_then(|autograd| autograd.getattr(name));
+    let graph = of_autograd("graph");
+    let forward_mode = of_autograd("forward_ad").and_then(|module| module.getattr("__dict__"));
     let file = inner.getattr("__file__").and_then(|file| file.extract::<String>());
     let torch = Torch {
         exchange: Exchange::of(&tensor),
@@ -82,6 +87,7 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
             .ok()
             .map(Bound::unbind),
         modes: inner.getattr("_len_torch_dispatch_stack")?.unbind(),
+        forward_mode: forward_mode.ok().and_then(|it| it.cast_into().ok()).map(Bound::unbind),
         raw_stream: inner.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
     };
     // Only the first import sets it.
@@ -148,7 +154,10 @@ impl Torch {
         let class = torch.tensor.bind(py);
         if tensors.clone().all(|(_, tensor)| tensor.get_type_ptr().cast() == class.as_ptr()) {
             let objects = tensors.clone().map(|(_, tensor)| tensor);
-            return match torch.has_modes(py)? || torch.is_any_negative(py, objects)? {
+            let seen_by_dispatcher = torch.has_modes(py)?
+                || torch.has_tangents(py)?
+                || torch.is_any_negative(py, objects)?;
+            return match seen_by_dispatcher {
                 true => check_dispatched(tensors).map(|()| Way::Dispatcher),
                 false => Ok(Way::Straight(torch)),
             };
@@ -180,6 +189,16 @@ impl Torch {
         match self.stable {
             Some(stable) => Ok(stable.modes() > 0),
             None => self.modes.bind(py).call0()?.is_truthy(),
+        }
+    }
+
+    /// Returns whether forward-mode differentiation is on, so that tensors may have tangents, which
+    /// the kernels would drop.
+    fn has_tangents(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(variables) = &self.forward_mode else { return Ok(false) };
+        match variables.bind(py).get_item(intern!(py, "_current_level"))? {
+            Some(level) => Ok(level.extract::<i64>()? >= 0),
+            None => Ok(false),
         }
     }
 
