@@ -220,3 +220,23 @@ torch.library.register_autograd(
     f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
 )
 torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)
+def _vectorize(operator: Any) -> Any:
+    """Returns the ``torch.vmap`` rule of an operator: one call after the other, since functions know the batch
+    entry that they are called for."""
+
+    def chosen(argument: Any, at: Any, index: int) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [chosen(it, where, index) for it, where in zip(argument, at or [None] * len(argument))]
+        return argument if at is None else argument.select(at, index)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        results = []
+        for index in range(info.batch_size):
+            results.append(operator(*(chosen(it, at, index) for it, at in zip(arguments, in_dims))))
+        stacked = tuple(torch.stack(same) for same in zip(*results))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _vectorize(getattr(operators, _name)), lib=_torch._library)

@@ -403,6 +403,8 @@ class Traced:
             return functools.partial(_call, name, self)
         if name == "dtype" and torch is not None:
             return {"f32": torch.float32, "i32": torch.int32, "bool": torch.bool}[self._type]
+        if name == "device":
+            return None  # what is made there becomes a constant of the function
         refuse(f"`.{name}` of a traced value is not supported")
 
     @property

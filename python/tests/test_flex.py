@@ -642,6 +642,16 @@ def test_the_same_as_flex_attention(name):
     near(flex_attention(q, k, v, score, mine, return_lse=True), (expected.double(), lse.double()), q.dtype)
 
 
+def test_the_mask_that_hides_nothing():
+    """PyTorch's own makes its answer on the device of the positions."""
+    from torch.nn.attention.flex_attention import noop_mask
+
+    q, k, v = tensors("cpu")
+    mask = create_block_mask(noop_mask, None, None, QUERIES, KEYS)
+    assert torch.equal(flex_attention(q, k, v, block_mask=mask), flex_attention(q, k, v))
+    assert mask.sparsity() == 0
+
+
 def test_arrays_of_numpy():
     numpy = pytest.importorskip("numpy")
     q, k, v = (x.numpy() for x in tensors("cpu"))
