@@ -36,6 +36,7 @@ from ._arguments import invariant as _invariant
 from ._arguments import rarely as _rarely
 from ._arguments import refuse as _refuse
 from ._arguments import shape_of as _shape_of
+from ._broadcast import four_dimensions as _four_dimensions
 from ._copies import separate as _separate
 from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
@@ -43,6 +44,8 @@ from ._flashcore import forked as _forked
 from ._flashcore import info as _info
 from ._flex import AuxOutput, BlockMask, and_masks, create_block_mask, create_mask, flex_attention, or_masks
 from ._flex import attend as _attend_with_rules
+from ._flex import causal_bias as _causal_bias
+from ._flex import has_groups as _has_groups
 from ._flex import mask_rules as _mask_rules
 from ._flex import refuse_groups as _refuse_groups
 from ._quantize import dequantize, quantize, quantize_kv
@@ -471,7 +474,8 @@ def scaled_dot_product_attention(
     """Computes attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Heads come before positions here. The function has gradients with respect to ``query``, ``key``, ``value``
-    and an additive ``attn_mask``.
+    and an additive ``attn_mask``. There may be any number of dimensions before the last two, which are broadcast
+    as in PyTorch: the last of them is the heads, those before it are the batch.
 
     Args:
         query: (batch, heads, queries, head dim), in float16, bfloat16 or float32.
@@ -479,7 +483,8 @@ def scaled_dot_product_attention(
         value: (batch, key heads, keys, value head dim), in the element type of ``query``.
         attn_mask: A tensor that broadcasts to (batch, heads, queries, keys), which is not expanded in memory. In
             bool, True means that the query sees the key. In float32, float16 or bfloat16, it is added to the
-            scores. Not together with ``is_causal``.
+            scores. ``causal_lower_right`` and ``causal_upper_left`` of ``torch.nn.attention.bias`` are accepted
+            too. Not together with ``is_causal``.
         dropout_p: Must be 0.0.
         is_causal: Whether query ``i`` sees only keys 0 to ``i``, whatever the lengths, as in PyTorch. (In
             :func:`flash_attn_func` the last query is aligned with the last key instead.)
@@ -510,26 +515,50 @@ def scaled_dot_product_attention(
         _refuse(dropout_p=dropout_p)
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
-    if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
-        _refuse_groups(query, key)
-    if attn_mask is not None:
-        return _masked(query, key, value, attn_mask, is_causal, scale, deterministic)
-    return (_serve_compiled if _is_compiling() else _serve)(
-        (query, key, value),
-        (scale, is_causal, (-1, -1), 0, 0.0, None, None),
-        "scaled_dot_product_attention",
-        False,
-        deterministic,
+    grouped = enable_gqa is not False and _flag("enable_gqa", enable_gqa)
+    compiling = _is_compiling()
+    if compiling or (not grouped and _has_groups(query, key)):
+        fitted = _four_dimensions((query, key, value), attn_mask, grouped)
+        if fitted is not None:
+            return _fitted(*fitted, is_causal, scale, deterministic)
+        if not grouped:
+            _refuse_groups(query, key)
+    try:
+        if attn_mask is not None:
+            return _masked(query, key, value, attn_mask, is_causal, scale, deterministic)
+        return (_serve_compiled if compiling else _serve)(
+            (query, key, value),
+            (scale, is_causal, (-1, -1), 0, 0.0, None, None),
+            "scaled_dot_product_attention",
+            False,
+            deterministic,
+        )
+    except ValueError:
+        # Few calls come here, and looking at shapes takes long.
+        fitted = _four_dimensions((query, key, value), attn_mask, grouped)
+        if fitted is None:
+            raise
+    return _fitted(*fitted, is_causal, scale, deterministic)
+
+
+def _fitted(
+    tensors: tuple[Any, ...], attn_mask: Any, leading: tuple[int, ...], is_causal: Any, scale: Any, deterministic: bool
+) -> Any:
+    """Attention over tensors that were brought to four dimensions, with the leading dimensions that PyTorch returns."""
+    query, key, value = tensors
+    result = scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa=True, deterministic=deterministic
     )
+    return result.reshape(*leading, *result.shape[2:])
 
 
 def _masked(
     query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any, deterministic: bool
 ) -> Any:
-    """Attention with a mask that is a tensor."""
+    """Attention with a mask that is a tensor, or one of PyTorch's causal biases, which stand for one."""
     if _flag("is_causal", is_causal):
         raise ValueError("attn_mask was given with is_causal=True, expected one of the two")
-    rules = _mask_rules(attn_mask, query, key)
+    rules = _causal_bias(attn_mask, query, key) or _mask_rules(attn_mask, query, key)
     numbers = (scale, False, (-1, -1), 0, 0.0, None, None)
     tensors = (query, key, value)
     return _attend_with_rules(tensors, numbers, "scaled_dot_product_attention", False, rules, deterministic)

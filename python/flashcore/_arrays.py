@@ -113,6 +113,11 @@ def pad(array: Any, columns: int) -> Any:
     return _namespace(array).pad(array, widths)
 
 
+def expanded(array: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts an array to a shape."""
+    return _namespace(array).broadcast_to(array, shape)
+
+
 def join(arrays: list[Any]) -> Any:
     """Concatenates arrays along the last dimension."""
     return _namespace(arrays[0]).concatenate(arrays, -1)

@@ -146,14 +146,20 @@ def _of_pytorch(theirs: Any) -> BlockMask:
     return ours  # type: ignore[no-any-return]
 
 
-def refuse_groups(query: Any, key: Any) -> None:
-    """Refuses fewer key heads than query heads."""
+def has_groups(query: Any, key: Any) -> bool:
+    """Returns whether there are other numbers of key heads than of query heads."""
     # Each look at a shape makes a new one.
     given, expected = shape_of(key), shape_of(query)
     if given is None or expected is None:
-        return  # no tensors, which is said later
-    if len(given) == len(expected) == 4 and given[1] != expected[1]:
-        raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
+        return False  # no tensors, which is said later
+    return bool(len(given) == len(expected) == 4 and given[1] != expected[1])
+
+
+def refuse_groups(query: Any, key: Any) -> None:
+    """Refuses fewer key heads than query heads."""
+    if has_groups(query, key):
+        heads, expected = key.shape[1], query.shape[1]
+        raise ValueError(f"key has {heads} heads, expected the {expected} of query unless enable_gqa=True")
 
 
 def _blocks(tensors: tuple[Any, ...]) -> Any:
@@ -440,6 +446,23 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
 
 
 _rule = functools.cache(_flashcore.Rule)
+# Query i sees the keys up to i, counted from the first of both or from the last.
+_UPPER_LEFT = "(mask causal_upper_left (le key query))"
+_LOWER_RIGHT = "(mask causal_lower_right (le (sub key key_length) (sub query query_length)))"
+
+
+def causal_bias(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...] | None:
+    """Converts one of PyTorch's causal biases to rules; None for other masks. Such a bias is a tensor whose memory
+    is never written: its class says what it stands for."""
+    bias = None if _flex_torch is None else _flex_torch.causal_bias(attn_mask)
+    if bias is None:
+        return None
+    lower_right, lengths = bias
+    given, expected = (shape_of(query) or ())[-2:-1], (shape_of(key) or ())[-2:-1]
+    if lengths != (*given, *expected):
+        raise ValueError(f"attn_mask is a causal bias of {list(lengths)}, expected {[*given, *expected]}")
+    rule: Any = _LOWER_RIGHT if lower_right else _UPPER_LEFT
+    return (rule if is_compiling() else _rule(rule), None, (), None)
 
 
 def _text(stored: str, several: tuple[bool, ...]) -> str:

@@ -7,6 +7,7 @@ Functions are their texts here, so that PyTorch can keep them in its graphs.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any
 
@@ -58,9 +59,9 @@ def attend(
 ) -> Any:
     """Computes attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
-    tensors = _torch._autocast(tensors)
     captured_names = ("attn_mask" if function == "scaled_dot_product_attention" else "a captured tensor",)
     _torch.refuse_tangents(("query", "key", "value", *captured_names * len(captured)), (*tensors, *captured))
+    tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     result = operators.attention_with_rules(
@@ -108,6 +109,16 @@ def block_lists(mask: Any) -> tuple[tuple[Any, ...], Any] | None:
         versions = tuple(None if it.is_inference() else it._version for it in tensors)
     function = None if function is nothing else function
     return (counts, indices, whole_counts, whole, mask.BLOCK_SIZE, function, mask.seq_lengths), versions
+
+
+def causal_bias(mask: Any) -> tuple[bool, tuple[int, int]] | None:
+    """Returns whether PyTorch's causal bias is that of the lower right corner, and its numbers of queries and keys;
+    None for anything else."""
+    # Those who have one have imported its module.
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(mask, module.CausalBias):
+        return None
+    return mask.variant == module.CausalVariant.LOWER_RIGHT, (mask.seq_len_q, mask.seq_len_kv)
 
 
 def _number(blocks: Any) -> int:
@@ -209,17 +220,6 @@ def _refuse_second(ctx: Any, *_: Any) -> Any:
     raise NotImplementedError("FlashCore has no gradients of gradients")
 
 
-for _name, _run, _fake in (
-    ("attention_with_rules", _forward, _fake_forward),
-    ("attention_with_rules_backward", _backward, _fake_backward),
-):
-    for _key in ("CPU", "CUDA"):
-        _torch._library.impl(_name, _run, _key)
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_torch._library)
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
-)
-torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)
 def _vectorize(operator: Any) -> Any:
     """Returns the ``torch.vmap`` rule of an operator: one call after the other, since functions know the batch
     entry that they are called for."""
@@ -239,4 +239,15 @@ def _vectorize(operator: Any) -> Any:
     return rule
 
 
+for _name, _run, _fake in (
+    ("attention_with_rules", _forward, _fake_forward),
+    ("attention_with_rules_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _torch._library.impl(_name, _run, _key)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_torch._library)
     torch.library.register_vmap(f"{NAMESPACE}::{_name}", _vectorize(getattr(operators, _name)), lib=_torch._library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
+)
+torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)
