@@ -135,6 +135,9 @@ def test_programs_that_import_flash_attention_get_ours():
         assert flash_attn.cute is flashcore.compat.flash_attn_cute
         assert pad_input.__module__ == "flashcore.compat.bert_padding"
         assert forked.__module__ == "flashcore.compat.vllm_flash_attn"
+        # Programs ask what the interface has: windows since 2.3, softcaps since 2.6, torch.compile since 2.7.
+        assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 7)
+        assert flashcore.compat.vllm_flash_attn.__version__.startswith("2.7")
     finally:
         compat.uninstall()
     assert sys.modules.get("flash_attn") is before

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from .. import (
-    __version__,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -25,6 +24,9 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+# The version of FlashAttention whose interface this is: programs choose by it what they call, and how.
+__version__ = "2.8.3"
 
 
 def flash_attn_varlen_func(

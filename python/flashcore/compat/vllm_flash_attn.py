@@ -9,11 +9,15 @@ from .. import get_scheduler_metadata as _metadata
 from .._arguments import refuse
 
 __all__ = [
+    "__version__",
     "fa_version_unsupported_reason",
     "flash_attn_varlen_func",
     "get_scheduler_metadata",
     "is_fa_version_supported",
 ]
+
+# The version that the fork gives itself.
+__version__ = "2.7.2.post1"
 
 _VERSIONS = (2, 3, 4)
 
