@@ -61,6 +61,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
     """Combines partial results."""
+    _refuse_xla("flash_attn_combine", tensors)
     exchange = _Exchange(tensors[0])
     out = tensors[2]
     check_mutable("out", out)
@@ -73,6 +74,7 @@ def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
 
 def merge(tensors: tuple[Any, ...]) -> Any:
     """Merges two attention results."""
+    _refuse_xla("flash_attn_merge", tensors)
     exchange = _Exchange(tensors[0])
     given = exchange.give(tensors, ("out_a", "lse_a", "out_b", "lse_b"))
     output, sums = _flashcore.merge(given, exchange.entrance())
@@ -196,6 +198,14 @@ def _is_for_xla(arrays: tuple[Any, ...]) -> bool:
         if kind == "tracer" or kind == "array" and array.sharding.num_devices > 1:
             return True
     return False
+
+
+def _refuse_xla(function: str, arrays: tuple[Any, ...]) -> None:
+    if _is_for_xla(arrays):
+        raise NotImplementedError(
+            f"{function} is not supported inside of JAX's transformations and over several devices: call it outside "
+            "of jit, or combine parts there by their log-sum-exps with jax.numpy"
+        )
 
 
 # What the classes of arrays are to JAX.

@@ -195,6 +195,16 @@ def test_arrays_of_all_kinds_in_one_call():
         close(jax.jit(call)((q, k, v)[at]), flash_attn_func(q, k, v))
 
 
+def test_parts_are_combined_outside_of_transformations():
+    outs, lses = random((2, 1, 5, 2, 16), (2, 1, 5, 2))
+    turned = lses.swapaxes(2, 3)
+    flashcore.flash_attn_combine(outs, lses), flashcore.flash_attn_merge(outs[0], turned[0], outs[1], turned[1])
+    with pytest.raises(NotImplementedError, match="flash_attn_combine is not supported inside of JAX's transformations"):
+        jax.jit(flashcore.flash_attn_combine)(outs, lses)
+    with pytest.raises(NotImplementedError, match="flash_attn_merge is not supported inside of JAX's transformations"):
+        jax.jit(flashcore.flash_attn_merge)(outs[0], turned[0], outs[1], turned[1])
+
+
 @pytest.mark.parametrize("dim", [16, 12, 264])
 def test_arrays_are_not_written_to(dim):
     """They never change, whatever the head dim: JAX and its users rely on that."""
