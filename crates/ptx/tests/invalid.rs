@@ -326,6 +326,10 @@ fn numbers_that_cannot_be() {
     let huge = |rows, columns| TileLayout::widest(Element::F16, rows, columns);
     assert_eq!(fault(|k| _ = k.shared("x", 16, 0)), "x: 16 bytes of shared memory aligned to 0");
     assert_eq!(
+        fault(|k| _ = k.shared("x", 16, 3)),
+        "x: an alignment of 3, which is no power of two"
+    );
+    assert_eq!(
         fault(|k| {
             k.shared("all", MOST, 1);
             k.shared("more", 16, 16);
@@ -406,6 +410,17 @@ fn numbers_that_cannot_be() {
         }),
         "row 2 and group 0 of a smaller operand"
     );
+    for row in [1, 12] {
+        let text = format!("a block from row {row} of a tile on: not a multiple of 8");
+        let read = |k: &mut Builder| {
+            let layout = huge(64, 64);
+            let ring = TileRing::new(k, "tile", layout, 1);
+            let lane = k.lane();
+            let lanes = MatrixLanes::rows_first(k, lane);
+            TileReader::new(k, layout, ring.at(0), lanes).a(k, row, 0);
+        };
+        assert_eq!(fault(read), text);
+    }
     for warps in [0..MOST, MOST - 1..MOST] {
         let role = Role::warpgroups("many", warps.clone()).registers(MOST);
         let mut k = Builder::new("k", Target::SM_90A, 128).blocks_per_multiprocessor(1);

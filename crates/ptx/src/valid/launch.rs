@@ -70,8 +70,11 @@ fn check_shared(program: &Program) -> Result<(), ValidationError> {
         if let Some(fault) = name_fault(&region.name) {
             return Err(fault.into());
         }
-        if !region.alignment.is_power_of_two() || region.offset % region.alignment != 0 {
-            let (name, offset, alignment) = (&region.name, region.offset, region.alignment);
+        let (name, offset, alignment) = (&region.name, region.offset, region.alignment);
+        if !alignment.is_power_of_two() {
+            return fault(format!("{name}: an alignment of {alignment}, which is no power of two"));
+        }
+        if offset % alignment != 0 {
             return fault(format!("{name} at {offset} is not aligned to {alignment}"));
         }
         if (region.offset as u64) < end {

@@ -180,6 +180,10 @@ impl TileReader {
         (row, step): (u32, u32),
         transpose: bool,
     ) -> [Packed; N] {
+        if !row.is_multiple_of(8) {
+            // The swizzle of the first row would be taken for that of this one.
+            k.misuse(format!("a block from row {row} of a tile on: not a multiple of 8"));
+        }
         let first = step as usize % 4;
         if first >= self.steps.len() {
             k.misuse(format!("column {} of a tile of {}", 16 * first, self.layout.columns));
