@@ -1,10 +1,11 @@
 //! Tensors in safetensors files: reads query, key and value, writes output and log-sum-exp.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
-use safetensors::{SafeTensors, serialize_to_file};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, Metadata, SafeTensorError, TensorInfo};
 
 use crate::backend::Output;
 use crate::dtype::DType;
@@ -169,22 +170,34 @@ pub fn write_output(
     let path = path.as_ref();
     let shape: [usize; 4] = result.output.shape().into();
     let [batch, rows, heads, _] = shape;
-    let lse_shape = [batch, heads, rows];
-    let views = [
-        ("output", format_of(problem.dtypes.output), &shape[..], result.output.bytes()),
-        ("lse", Dtype::F32, &lse_shape, bytemuck::cast_slice(&result.lse)),
-    ]
-    .into_iter()
-    .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(dtype, shape.to_vec(), bytes)?)))
-    .collect::<Result<Vec<_>, SafeTensorError>>();
-    views.and_then(|views| serialize_to_file(views, None, path)).map_err(|error| FileError::Write {
-        path: path.to_owned(),
-        reason: match error {
-            // The file is first written under a temporary name, which a full message would show.
-            SafeTensorError::IoError(error) => error.kind().to_string(),
-            error => error.to_string(),
-        },
-    })
+    let format = format_of(problem.dtypes.output);
+    let tensors = [
+        ("lse", Dtype::F32, vec![batch, heads, rows], bytemuck::cast_slice(&result.lse)),
+        ("output", format, shape.to_vec(), result.output.bytes()),
+    ];
+    write_tensors(path, tensors)
+        .map_err(|error| FileError::Write { path: path.to_owned(), reason: error.to_string() })
+}
+
+/// Writes names, types, shapes and contents as any other program would. `serialize_to_file` would
+/// write another file, which this user alone may read, and put it in the place of a link or a
+/// device.
+fn write_tensors(path: &Path, tensors: [(&str, Dtype, Vec<usize>, &[u8]); 2]) -> io::Result<()> {
+    let contents = tensors.each_ref().map(|(_, _, _, bytes)| *bytes);
+    let mut end = 0;
+    let infos = tensors.map(|(name, dtype, shape, bytes)| {
+        let begin = end;
+        end += bytes.len();
+        (name.to_owned(), TensorInfo { dtype, shape, data_offsets: (begin, end) })
+    });
+    let header = Metadata::new(None, infos.to_vec()).map_err(io::Error::other)?;
+    let mut header = serde_json::to_vec(&header)?;
+    // The tensors begin at a multiple of 8 bytes.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut file = File::create(path)?;
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(&header)?;
+    contents.into_iter().try_for_each(|bytes| file.write_all(bytes))
 }
 
 fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, FileError> {
@@ -284,6 +297,9 @@ fn format_error(path: &Path, error: SafeTensorError) -> FileError {
 
 #[cfg(test)]
 mod tests {
+    use safetensors::serialize_to_file;
+    use safetensors::tensor::TensorView;
+
     use super::*;
     use crate::backend::{Backend, RunOptions};
     use crate::cpu::CpuBackend;
@@ -428,7 +444,29 @@ mod tests {
         let tensors = InputTensors::random(&problem, 0).unwrap();
         let result =
             CpuBackend::new().run(&problem, tensors.inputs(), &RunOptions::default()).unwrap();
-        let error = write_output("/nowhere/x", &problem, &result).unwrap_err();
-        assert!(error.to_string().eq("cannot write /nowhere/x: entity not found"), "{error}");
+        let error = write_output("/nowhere/x", &problem, &result).unwrap_err().to_string();
+        assert!(error.starts_with("cannot write /nowhere/x: "), "{error}");
+        #[cfg(unix)]
+        assert!(error.ends_with("No such file or directory (os error 2)"), "{error}");
+    }
+
+    /// As for any program: links and devices are written to, not replaced by a file of this user's.
+    #[cfg(unix)]
+    #[test]
+    fn what_is_no_plain_file_is_written_to() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let problem = Problem::new(1, 1, 1, 1);
+        let tensors = InputTensors::random(&problem, 0).unwrap();
+        let result =
+            CpuBackend::new().run(&problem, tensors.inputs(), &RunOptions::default()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let (plain, link) = (folder.path().join("plain"), folder.path().join("link"));
+        std::fs::write(&plain, "before").unwrap();
+        std::fs::set_permissions(&plain, PermissionsExt::from_mode(0o644)).unwrap();
+        symlink(&plain, &link).unwrap();
+        write_output(&link, &problem, &result).unwrap();
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert!(SafeTensors::deserialize(&std::fs::read(&plain).unwrap()).is_ok());
+        assert_eq!(std::fs::metadata(&plain).unwrap().permissions().mode() & 0o777, 0o644);
     }
 }

@@ -274,9 +274,12 @@ impl Measurement {
     }
 }
 
-/// Writes a file atomically.
+/// Writes a file atomically. A link, a device or a pipe is written to, not replaced.
 pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     let what = || format!("cannot write {}", path.display());
+    if path.symlink_metadata().is_ok_and(|found| !found.is_file()) {
+        return std::fs::write(path, text).map_err(Error::io(what()));
+    }
     let mut beside = path.as_os_str().to_owned();
     beside.push(format!(".{}", std::process::id()));
     std::fs::write(&beside, text).map_err(Error::io(what()))?;
@@ -380,5 +383,18 @@ mod tests {
         write(&path, "{}").unwrap();
         let message = Results::read(&path).unwrap_err().to_string();
         assert!(message.contains("these are no results of flashcore bench"), "{message}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_is_followed_when_a_file_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let (plain, link) = (folder.path().join("plain"), folder.path().join("link"));
+        std::os::unix::fs::symlink(&plain, &link).unwrap();
+        for text in ["new", "again"] {
+            write(&link, text).unwrap();
+            assert!(link.is_symlink());
+            assert_eq!(std::fs::read_to_string(&plain).unwrap(), text);
+        }
     }
 }
