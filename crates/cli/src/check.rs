@@ -40,7 +40,8 @@ pub(crate) struct Arguments {
     thorough: bool,
     /// Check instead that a query's bits do not depend on what is computed with it, over so many
     /// random batches of `batch_invariant` problems
-    #[arg(long, value_name = "COUNT", conflicts_with_all = ["problem", "kernel", "dtype", "thorough"])]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..),
+          conflicts_with_all = ["problem", "kernel", "dtype", "thorough"])]
     batches: Option<u64>,
     /// Print one JSON object
     #[arg(long)]
@@ -109,6 +110,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .map(AsRef::as_ref)
         .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
+    if let Some(missing) = machine.missing().iter().find(|it| Some(it.backend) == wanted) {
+        let reason = &missing.reason;
+        return Err(format!("there is no {} back end here: {reason}", missing.backend).into());
+    }
     if let Some(batches) = arguments.batches {
         return check_batches(&backends, batches, arguments.json);
     }
@@ -137,16 +142,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         _ => Vec::new(),
     };
     if lines.is_empty() && outcomes.is_empty() {
-        let absent = machine.missing().iter().find(|missing| Some(missing.backend) == wanted);
-        return Err(match (absent, &arguments.kernel) {
-            (Some(missing), _) => {
-                format!("there is no {} back end here: {}", missing.backend, missing.reason)
-            }
-            (None, Some(kernel)) => {
+        return Err(match &arguments.kernel {
+            Some(kernel) => {
                 let known = known(&backends).join(", ");
                 format!("there is no kernel `{kernel}` here, only {known}")
             }
-            (None, None) => "there is nothing to check here".to_owned(),
+            None => "there is nothing to check here".to_owned(),
         }
         .into());
     }

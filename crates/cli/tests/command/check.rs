@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{fail, json, succeed};
+use crate::{command, fail, failure, json, succeed};
 
 #[test]
 fn check_passes_on_this_machine() {
@@ -56,4 +56,16 @@ fn bits_are_compared_over_batches() {
     assert_eq!(found["passed"], true, "{found}");
     assert_eq!(found["backends"][0]["backend"], "cpu");
     assert!(found["backends"][0]["compared"].as_u64().unwrap() > 0, "{found}");
+    assert!(fail(2, &["check", "--batches", "0"]).contains("0 is not in 1.."));
+}
+
+/// Nothing was checked, which is no success.
+#[test]
+fn a_back_end_that_is_not_here_is_an_error() {
+    for arguments in [&["--batches", "1"][..], &["--problem", "h=1,s=3,d=8"], &[]] {
+        let mut command = command(&[&["check", "--backend", "gpu"], arguments].concat());
+        command.env("CUDA_VISIBLE_DEVICES", "");
+        let message = failure(1, command);
+        assert!(message.starts_with("there is no gpu back end here: "), "{message}");
+    }
 }
