@@ -39,15 +39,13 @@ pub(crate) fn differentiate(
     let given = Given::new(call, tensors, &factors)?;
     let (problem, inputs_given) = given.sequences.over(given.inputs()).map_err(wrap)?;
     let layout = flashcore::Layout::contiguous(problem.output_shape()).map_err(wrap)?;
-    let like_output = |of: &candle_core::Tensor| {
-        let (memory, of) = of.storage_and_layout();
-        copy(view(host(&memory)?, of, layout)?)
-    };
+    let [output, output_gradient] =
+        [saved.output, saved.output_gradient].map(candle_core::Tensor::storage_and_layout);
     let backward = Backward {
         inputs: inputs_given,
-        output: &like_output(saved.output)?,
+        output: view(host(&output.0)?, output.1, layout)?,
         lse: &numbers(saved.lse)?,
-        output_gradient: &like_output(saved.output_gradient)?,
+        output_gradient: view(host(&output_gradient.0)?, output_gradient.1, layout)?,
     };
     let options = RunOptions::default();
     let gradients = CpuBackend::new().run_backward(&problem, backward, &options).map_err(wrap)?;
@@ -121,13 +119,11 @@ pub(crate) fn combine(
     lses: &[&candle_core::Tensor],
 ) -> Result<(Storage, Storage)> {
     let layout = flashcore::Layout::contiguous(shape).map_err(wrap)?;
-    let mut parts = Vec::with_capacity(outputs.len());
-    for (output, lse) in outputs.iter().zip(lses) {
-        let (memory, of) = output.storage_and_layout();
-        parts.push((copy(view(host(&memory)?, of, layout)?)?, numbers(lse)?));
-    }
-    let parts: Vec<_> = parts.iter().map(|(output, lse)| (output, lse.as_slice())).collect();
-    let (output, lse) = serving::combine(&parts).map_err(wrap)?;
+    let held: Vec<_> = outputs.iter().map(|output| output.storage_and_layout()).collect();
+    let lses = lses.iter().map(|lse| numbers(lse)).collect::<Result<Vec<_>>>()?;
+    let parts = held.iter().zip(&lses);
+    let parts = parts.map(|((memory, of), lse)| Ok((view(host(memory)?, of, layout)?, &lse[..])));
+    let (output, lse) = serving::combine(&parts.collect::<Result<Vec<_>>>()?).map_err(wrap)?;
     Ok((Storage::Cpu(storage(output)?), Storage::Cpu(CpuStorage::F32(lse))))
 }
 
@@ -175,9 +171,4 @@ fn view<'a>(
         other => candle_core::bail!("attention takes no {:?}", other.dtype()),
     };
     TensorView::new(layout, elements).map_err(wrap)
-}
-
-/// Copies a view to a tensor.
-fn copy(view: TensorView<'_>) -> Result<Tensor> {
-    Tensor::from_bytes(view.dtype(), view.layout(), view.bytes()).map_err(wrap)
 }

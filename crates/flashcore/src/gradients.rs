@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::inputs::{InputError, Inputs};
 use crate::plan::{Arrangement, GradientStrides};
 use crate::problem::Problem;
-use crate::tensor::{Shape, Tensor, TensorError};
+use crate::tensor::{Shape, Tensor, TensorError, TensorView};
 
 /// The arguments of a backward pass: the inputs of the forward pass, the results that it saved, and
 /// the gradient of its output (dO).
@@ -14,11 +14,11 @@ pub struct Backward<'a> {
     /// The inputs of the forward pass.
     pub inputs: Inputs<'a>,
     /// The output of the forward pass.
-    pub output: &'a Tensor,
+    pub output: TensorView<'a>,
     /// The log-sum-exps of the forward pass, in the order (batch, query heads, query length).
     pub lse: &'a [f32],
     /// The gradient of the output, of the output's shape and element type.
-    pub output_gradient: &'a Tensor,
+    pub output_gradient: TensorView<'a>,
 }
 
 /// The gradients of attention's inputs, each with the shape and element type of its input.
@@ -38,8 +38,13 @@ pub struct Gradients {
 
 impl<'a> Backward<'a> {
     /// Takes what the forward pass saved from its result.
-    pub fn new(inputs: Inputs<'a>, forward: &'a Output, output_gradient: &'a Tensor) -> Self {
-        Backward { inputs, output: &forward.output, lse: &forward.lse, output_gradient }
+    pub fn new(
+        inputs: Inputs<'a>,
+        forward: &'a Output,
+        output_gradient: impl Into<TensorView<'a>>,
+    ) -> Self {
+        let (output, lse) = forward.part();
+        Backward { inputs, output, lse, output_gradient: output_gradient.into() }
     }
 
     /// Returns the strides and alignments of all tensors; the gradients are contiguous.
@@ -94,7 +99,7 @@ impl<'a> Backward<'a> {
 
 fn expect(
     tensor: &'static str,
-    given: &Tensor,
+    given: TensorView<'_>,
     (shape, dtype): (Shape, DType),
 ) -> Result<(), InputError> {
     if given.shape() != shape {

@@ -29,7 +29,7 @@ fn results_that_no_memory_holds_are_an_error() {
             matches!(refused, Err(Error::Tensor(TensorError::OutOfMemory { .. }))),
             "{refused:?}"
         );
-        let refused = combine(&[(&query, &[0.0])]);
+        let refused = combine(&[(query.view(), &[0.0])]);
         assert!(refused.is_err(), "{refused:?}");
     }
     let bytes = [0; 32];
@@ -71,7 +71,7 @@ fn long_runs_end_when_they_are_cancelled() {
     let sums = vec![0.0; rows.length * rows.heads];
     let cancellation = Cancellation::new();
     cancellation.cancel();
-    let refused = combine_until(&[(&part, &sums)], &cancellation);
+    let refused = combine_until(&[(part.view(), &sums)], DType::F32, &cancellation);
     assert!(matches!(refused, Err(Error::Backend(BackendError::Cancelled))), "{refused:?}");
 }
 

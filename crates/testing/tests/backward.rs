@@ -321,21 +321,21 @@ fn bad_input_is_refused_with_a_reason() {
     );
     let other = zeros(DType::F16, [1, 5, 4, 8]);
     assert_eq!(
-        refusal(Backward { output_gradient: &other, ..good }),
+        refusal(Backward { output_gradient: other.view(), ..good }),
         "the gradient of the output has shape [1, 5, 4, 8], expected [1, 6, 4, 8]"
     );
     let other = zeros(DType::BF16, [1, 6, 4, 8]);
     assert_eq!(
-        refusal(Backward { output_gradient: &other, ..good }),
+        refusal(Backward { output_gradient: other.view(), ..good }),
         "the gradient of the output has element type bf16, expected f16"
     );
     assert_eq!(
-        refusal(Backward { output: &other, ..good }),
+        refusal(Backward { output: other.view(), ..good }),
         "output has element type bf16, expected f16"
     );
     let none = zeros(DType::F16, [0, 0, 0, 0]);
     assert_eq!(
-        refusal(Backward { output: &none, ..good }),
+        refusal(Backward { output: none.view(), ..good }),
         "gradients need the output of the forward pass, which was not saved"
     );
     assert_eq!(

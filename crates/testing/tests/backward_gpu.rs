@@ -187,8 +187,9 @@ fn sinks_of_rows_without_keys() {
         };
         let sinks = |hidden: f32, kernel: &str| {
             let (output, lse) = reference::saved(&problem, inputs).unwrap();
-            let (output, lse, output_gradient) = (&output, &lse[..], &gradient(hidden));
-            let backward = Backward { inputs, output, lse, output_gradient };
+            let gradient = gradient(hidden);
+            let (output, output_gradient) = (output.view(), gradient.view());
+            let backward = Backward { inputs, output, lse: &lse, output_gradient };
             let options = RunOptions { kernel: Some(kernel.to_owned()), ..RunOptions::default() };
             backend.run_backward(&problem, backward, &options).unwrap().sinks.unwrap()
         };
@@ -313,8 +314,8 @@ fn a_graph_is_right_for_other_lengths() {
         let judged = GradientsToJudge { query, key, value, sinks: None, delta: None };
         let heads = Heads::all(&plain);
         let exact = reference::gradients(&plain, inputs, &given[3], &heads, None).unwrap();
-        let (saved, lse) = (&saved.0, &saved.1[..]);
-        let backward = Backward { inputs, output: saved, lse, output_gradient: &given[3] };
+        let (output, lse) = (saved.0.view(), &saved.1[..]);
+        let backward = Backward { inputs, output, lse, output_gradient: given[3].view() };
         let baseline = reference::gradients_baseline(&plain, backward, &heads, None).unwrap();
         let verdict = compare_gradients(&plain, inputs, judged, &exact, &baseline).unwrap();
         assert!(verdict.passed, "step {step}: {verdict}");

@@ -330,7 +330,8 @@ impl Judged {
         let (inputs, heads) = (tensors.inputs(), Heads::all(&problem));
         let reference = reference::gradients(&problem, inputs, &gradient, &heads, None).unwrap();
         let (output, lse) = reference::saved(&problem, inputs).unwrap();
-        let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+        let (output, output_gradient) = (output.view(), gradient.view());
+        let backward = Backward { inputs, output, lse: &lse, output_gradient };
         let baseline = reference::gradients_baseline(&problem, backward, &heads, None).unwrap();
         Judged { problem, tensors, gradient, reference, baseline }
     }

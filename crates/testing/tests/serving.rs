@@ -155,7 +155,7 @@ fn a_cache_in_two_parts_merges_to_the_whole() {
         assert!((merged - whole).abs() < 1e-5, "{merged} {whole}");
     }
     assert_eq!(combine(&[]).unwrap_err().to_string(), "the problem has parts, and none were given");
-    let short = combine(&[(&first.output, &first.lse[1..])]).unwrap_err().to_string();
+    let short = combine(&[(first.output.view(), &first.lse[1..])]).unwrap_err().to_string();
     assert_eq!(short, "log-sum-exp has length 23, expected 24");
 }
 
@@ -263,10 +263,10 @@ fn what_cannot_be_counted_is_refused() {
     assert!(none.over(Inputs::new(&query, &key, &key)).is_err());
 
     let many = tensor([most, 2, 1, 0]);
-    assert!(combine(&[(&many, &[0.0])]).unwrap_err().to_string().contains("log-sum-exp"));
-    let (output, lse) = combine(&[(&tensor([most, 0, 1, 8]), &[])]).unwrap();
+    assert!(combine(&[(many.view(), &[0.0])]).unwrap_err().to_string().contains("log-sum-exp"));
+    let (output, lse) = combine(&[(tensor([most, 0, 1, 8]).view(), &[])]).unwrap();
     assert!(output.to_f32().is_empty() && lse.is_empty());
-    let (_, lse) = combine(&[(&tensor([1, 2, 1, 0]), &[0.0, 1.0])]).unwrap();
+    let (_, lse) = combine(&[(tensor([1, 2, 1, 0]).view(), &[0.0, 1.0])]).unwrap();
     assert_eq!(lse, [0.0, 1.0]);
     let table = [0.0; 4];
     let rotary = Rotary { dim: 2, interleaved: true, cosines: &table, sines: &table };

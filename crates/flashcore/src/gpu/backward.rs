@@ -106,16 +106,11 @@ impl Operands {
         };
         let of = |index: usize, like| at(given[index].address(), like);
         let mut tensors = Tensors::new(
-            [
-                of(0, inputs.query),
-                of(1, inputs.key),
-                of(2, inputs.value),
-                of(3, backward.output.view()),
-            ],
+            [of(0, inputs.query), of(1, inputs.key), of(2, inputs.value), of(3, backward.output)],
             Some(given[5].address()),
         );
         tensors.gradients = Some(DeviceGradients {
-            output: of(4, backward.output_gradient.view()),
+            output: of(4, backward.output_gradient),
             query: at(results[0].address(), query.view()),
             key: at(results[1].address(), key.view()),
             value: at(results[2].address(), value.view()),

@@ -1,14 +1,15 @@
 //! Combining attention over parts of the keys, weighted by the log-sum-exps of the parts.
 
 use crate::backend::{Cancellation, Output, filled};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::inputs::InputError;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorView};
 
 /// Computes attention over all keys from attention over parts of them: a shared prefix and what
 /// follows it, levels of a cascade, slices of a context on several devices.
 ///
-/// Outputs must have the same shape and element type; log-sum-exps are in the order (batch, heads,
+/// Outputs must have the same shape and element type, which are also the result's; log-sum-exps are in the order (batch, heads,
 /// length). A row that no part saw has an output of zeros and a log-sum-exp of minus infinity; a
 /// log-sum-exp of plus infinity or NaN makes its row NaN.
 ///
@@ -18,17 +19,21 @@ use crate::tensor::Tensor;
 ///
 /// let part = |value| Tensor::from_fn(DType::F32, Shape::new(1, 1, 1, 2), move |_| value);
 /// // Three keys in one part, one in the other, all of the same score.
-/// let (output, lse) = combine(&[(&part(1.0)?, &[3f32.ln()]), (&part(5.0)?, &[0.0])])?;
+/// let (first, second) = (part(1.0)?, part(5.0)?);
+/// let (output, lse) = combine(&[(first.view(), &[3f32.ln()]), (second.view(), &[0.0])])?;
 /// assert!((output.to_f32()[0] - 2.0).abs() < 1e-6 && (lse[0] - 4f32.ln()).abs() < 1e-6);
 /// # Ok::<(), flashcore::Error>(())
 /// ```
-pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error> {
-    combine_until(parts, &Cancellation::new())
+pub fn combine(parts: &[(TensorView<'_>, &[f32])]) -> Result<(Tensor, Vec<f32>), Error> {
+    let dtype = parts.first().map_or(DType::F32, |(part, _)| part.dtype());
+    combine_until(parts, dtype, &Cancellation::new())
 }
 
-/// Like [`combine`], but can be cancelled.
+/// Like [`combine`], but the output has the given element type, and the call can be cancelled.
+/// Sums are in f32: the output is rounded once.
 pub fn combine_until(
-    parts: &[(&Tensor, &[f32])],
+    parts: &[(TensorView<'_>, &[f32])],
+    output: DType,
     cancellation: &Cancellation,
 ) -> Result<(Tensor, Vec<f32>), Error> {
     let Some(((first, _), others)) = parts.split_first() else {
@@ -52,7 +57,7 @@ pub fn combine_until(
             return Err(InputError::Length { tensor: "log-sum-exp", given, expected }.into());
         }
     }
-    let mut merged = Tensor::zeros(dtype, shape)?;
+    let mut merged = Tensor::zeros(output, shape)?;
     let mut merged_lse = filled("the log-sum-exp", rows, f32::NEG_INFINITY)?;
     let (mut sums, mut row) = (vec![0f32; shape.dim], vec![0f32; shape.dim]);
     for index in 0..rows {
@@ -86,7 +91,7 @@ pub fn combine_until(
 
 impl Output {
     /// Returns output and log-sum-exps as [`combine`] takes them.
-    pub fn part(&self) -> (&Tensor, &[f32]) {
-        (&self.output, &self.lse)
+    pub fn part(&self) -> (TensorView<'_>, &[f32]) {
+        (self.output.view(), &self.lse)
     }
 }

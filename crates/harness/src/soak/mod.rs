@@ -398,8 +398,9 @@ fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let output = tensor(problem.dtypes.output, problem.output_shape(), &answer.results[0])?;
     let lse = floats(&answer.results[1]);
     let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.tensor_seed);
-    let output_gradient = &gradient.map_err(flashcore::Error::from)?;
-    let backward = Backward { inputs, output: &output, lse: &lse, output_gradient };
+    let gradient = gradient.map_err(flashcore::Error::from)?;
+    let (output, output_gradient) = (output.view(), gradient.view());
+    let backward = Backward { inputs, output, lse: &lse, output_gradient };
     let mut answer = session.answer(case, PassInputs::Backward(backward))?;
     answer.warnings.extend(checked.warnings);
     Ok(Checked::new(judge_gradients(case, backward, &answer)?, &answer))
@@ -605,7 +606,8 @@ mod tests {
         let (output, lse) = reference::saved(&case.problem, inputs).unwrap();
         let gradient =
             Tensor::random(case.problem.dtype(), case.problem.output_shape(), 1).unwrap();
-        let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+        let (output, output_gradient) = (output.view(), gradient.view());
+        let backward = Backward { inputs, output, lse: &lse, output_gradient };
         let right = on_the_cpu(&case, PassInputs::Backward(backward)).unwrap();
         assert!(judge_gradients(&case, backward, &right).unwrap().unwrap() > 0);
         for wrong in 0..3 {

@@ -120,20 +120,6 @@ pub(super) unsafe fn write(tensor: &Tensor, to: &View) {
     }
 }
 
-/// Copies the contents of a view, keeping its strides.
-///
-/// # Safety
-///
-/// The view must be of memory that stays as it is.
-pub(super) unsafe fn copy(shape: Shape, view: &View) -> PyResult<Tensor> {
-    // SAFETY: the caller's promise.
-    match unsafe { lend(shape, view)? } {
-        Lent::Copy(tensor) => Ok(tensor),
-        Lent::View(view) => Tensor::from_bytes(view.dtype(), view.layout(), view.bytes())
-            .map_err(|error| error::library(error.into())),
-    }
-}
-
 /// Returns the head vectors of a contiguous tensor, as bytes.
 pub(super) fn vectors(tensor: &Tensor) -> std::slice::ChunksExact<'_, u8> {
     let bytes = tensor.shape().dim * tensor.dtype().bytes();
@@ -187,7 +173,7 @@ pub(super) unsafe fn optional<T: Copy>(memory: Option<&Memory>) -> PyResult<Opti
 }
 
 /// Returns all values of a tensor in the order of its shape.
-pub(super) fn contents(tensor: &Tensor) -> PyResult<Vec<f32>> {
+pub(super) fn contents(tensor: TensorView<'_>) -> PyResult<Vec<f32>> {
     let Shape { batch, length, heads, dim } = tensor.shape();
     let vectors = batch.saturating_mul(length).saturating_mul(heads);
     let count = vectors.saturating_mul(dim);
@@ -202,7 +188,7 @@ pub(super) fn contents(tensor: &Tensor) -> PyResult<Vec<f32>> {
 
 /// Converts a tensor to a contiguous one in f32.
 pub(super) fn wide(tensor: &Tensor) -> PyResult<Tensor> {
-    Tensor::from_f32(DType::F32, tensor.shape(), &contents(tensor)?)
+    Tensor::from_f32(DType::F32, tensor.shape(), &contents(tensor.view())?)
         .map_err(|error| error::library(error.into()))
 }
 
@@ -216,7 +202,7 @@ pub(super) unsafe fn floats(table: &Memory, dtype: DType) -> PyResult<Vec<f32>> 
     let form = Form { sizes, strides: contiguous(sizes), dtype, place: table.place };
     let shape = Shape::from(sizes.map(|size| size as usize));
     // SAFETY: the caller's promise.
-    contents(&unsafe { copy(shape, &View { address: table.address, form }) }?)
+    contents(unsafe { lend(shape, &View { address: table.address, form }) }?.view())
 }
 
 /// Returns memory as a slice; the address may be anything if `count` is 0.
@@ -254,12 +240,12 @@ mod tests {
         let placement = Placement::entries(vec![1, 3], vec![1, 0]);
         let cancellation = Cancellation::default();
         // SAFETY: of memory that is there, and of nobody else's.
-        let (gathered, copied) = unsafe {
-            (gather(&from, &placement, &cancellation).unwrap(), copy(Shape::new(2, 3, 2, 2), &from))
+        let (gathered, lent) = unsafe {
+            (gather(&from, &placement, &cancellation).unwrap(), lend(Shape::new(2, 3, 2, 2), &from))
         };
         let wanted = [20, 23, 0, 3, 6, 9, 12, 15].map(|it| [it as f32, it as f32 + 1.0]);
         assert_eq!(gathered.to_f32(), wanted.concat());
-        assert_eq!(copied.unwrap().head(1, 1).row(2), [35.0, 36.0]);
+        assert_eq!(lent.unwrap().view().head(1, 1).row(2), [35.0, 36.0]);
         let mut other = vec![-1.0; numbers.len()];
         let to = view(&mut other);
         // SAFETY: as above.

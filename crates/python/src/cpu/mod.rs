@@ -9,11 +9,11 @@ mod places;
 
 use flashcore::serving::{self, Placement, Sequences};
 use flashcore::{
-    Backend, Backward, Cancellation, CpuBackend, Inputs, Problem, Report, RunOptions, Shape, Tensor,
+    Backend, Backward, Cancellation, CpuBackend, Inputs, Problem, Report, RunOptions, Shape,
 };
 use pyo3::prelude::*;
 
-use self::memory::{Lent, contents, copy, lend, list, optional, wide, write, write_placed};
+use self::memory::{Lent, contents, lend, list, optional, write, write_placed};
 use self::places::{Rows, in_cache, lengths_within, repeated};
 use crate::boundary::{collect, room_for};
 use crate::error;
@@ -67,13 +67,13 @@ pub(crate) unsafe fn differentiate(
 ) -> PyResult<Report> {
     let shape = problem.output_shape();
     // SAFETY: the caller's promise, here and below.
-    let copy = |view| unsafe { copy(shape, view) };
-    let (output, output_gradient) = (copy(&call.output)?, copy(&call.output_gradient)?);
+    let lend = |view| unsafe { lend(shape, view) };
+    let (output, output_gradient) = (lend(&call.output)?, lend(&call.output_gradient)?);
     // SAFETY: the same.
     let lse = unsafe { list::<f32>(&call.lse)? };
     let run = |problem: &Problem, inputs: Inputs<'_>, keys: Option<&Placement>| {
         let options = RunOptions { cancellation: Some(cancellation), ..RunOptions::default() };
-        let (output, output_gradient) = (&output, &output_gradient);
+        let (output, output_gradient) = (output.view(), output_gradient.view());
         let backward = Backward { inputs, output, lse: &lse, output_gradient };
         let gradients = CpuBackend::new().run_backward(problem, backward, &options);
         let gradients = gradients.map_err(error::library)?;
@@ -194,25 +194,20 @@ pub(crate) unsafe fn combine(
 ) -> PyResult<()> {
     let [batch, length, heads, dim] = parts.outputs[0].form.sizes.map(|size| size as usize);
     let shape = Shape::new(batch, length, heads, dim);
-    let mut tensors = room_for(parts.outputs.len())?;
+    let (mut outputs, mut lses) = (room_for(parts.outputs.len())?, room_for(parts.lses.len())?);
     for (part, sums) in parts.outputs.iter().zip(&parts.lses) {
         let [by_batch, by_row, by_head, one] = sums.form.strides;
         let form = Form { strides: [by_batch, by_head, by_row, one], ..sums.form };
         let sums = View { form, ..*sums };
         // SAFETY: the caller's promise.
-        let (tensor, sums) =
-            unsafe { (copy(shape, part)?, copy(Shape::new(batch, heads, length, 1), &sums)?) };
-        // Combined in f32 unless the types agree, so that the result is rounded only once.
-        let tensor = if part.form.dtype == parts.dtype { tensor } else { wide(&tensor)? };
-        tensors.push((tensor, contents(&sums)?));
+        let (output, sums) =
+            unsafe { (lend(shape, part)?, lend(Shape::new(batch, heads, length, 1), &sums)?) };
+        outputs.push(output);
+        lses.push(contents(sums.view())?);
     }
-    let borrowed = collect(tensors.iter().map(|(tensor, list)| Ok((tensor, &list[..]))))?;
-    let combined = serving::combine_until(&borrowed, cancellation);
-    let (mut combined, sums) = combined.map_err(error::library)?;
-    if combined.dtype() != parts.dtype {
-        let rounded = Tensor::from_f32(parts.dtype, shape, &contents(&combined)?);
-        combined = rounded.map_err(|error| error::library(error.into()))?;
-    }
+    let lent = outputs.iter().map(Lent::view).zip(lses.iter().map(Vec::as_slice));
+    let combined = serving::combine_until(&collect(lent.map(Ok))?, parts.dtype, cancellation);
+    let (combined, sums) = combined.map_err(error::library)?;
     // SAFETY: the caller's promise.
     unsafe {
         write(&combined, output);

@@ -202,7 +202,8 @@ mod tests {
         for seed in 0..80 {
             let case = CombineCase::random(DType::F32, seed).unwrap();
             let (exact, exact_lse) = case.reference();
-            let parts: Vec<_> = case.parts.iter().map(|(part, lse)| (part, &lse[..])).collect();
+            let parts: Vec<_> =
+                case.parts.iter().map(|(part, lse)| (part.view(), &lse[..])).collect();
             let (output, lse) = serving::combine(&parts).unwrap();
             let Shape { length, heads, dim, .. } = case.problem.shape;
             for (index, exact_lse) in exact_lse.iter().enumerate() {

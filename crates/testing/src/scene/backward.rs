@@ -102,8 +102,9 @@ impl Backward {
         let Staged { problem, inputs, buffers, .. } = staged;
         let heads = Heads::all(problem);
         let exact = reference::gradients(problem, *inputs, &self.gradient, &heads, None)?;
-        let (output, lse, output_gradient) = (&self.output, &self.lse[..], &self.gradient);
-        let backward = flashcore::Backward { inputs: *inputs, output, lse, output_gradient };
+        let (output, output_gradient) = (self.output.view(), self.gradient.view());
+        let backward =
+            flashcore::Backward { inputs: *inputs, output, lse: &self.lse, output_gradient };
         let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
         let [query, key, value, sinks] = gradient_tolerances(problem, *inputs, &exact, &baseline);
         let of_sinks =

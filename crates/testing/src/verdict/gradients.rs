@@ -63,7 +63,8 @@ impl GradientsVerdict {
 /// let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
 /// let reference = reference::gradients(&problem, inputs, &gradient, &heads, None)?;
 /// let (output, lse) = reference::saved(&problem, inputs)?;
-/// let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+/// let (output, output_gradient) = (output.view(), gradient.view());
+/// let backward = Backward { inputs, output, lse: &lse, output_gradient };
 /// let baseline = reference::gradients_baseline(&problem, backward, &heads, None)?;
 ///
 /// let zeros = Tensor::zeros(problem.dtype(), problem.key_shape())?;

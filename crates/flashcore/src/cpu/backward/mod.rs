@@ -92,15 +92,17 @@ fn of_sequences(
             let (head, query) = (row / alone.query_length, row % alone.query_length);
             *lse = backward.lse[sequences.lse_index(query_shape, sequence, head, query)];
         }
+        let output = queries.gather(backward.output, sequence)?;
+        let output_gradient = queries.gather(backward.output_gradient, sequence)?;
         let own = Backward {
             inputs: Inputs {
                 captured: backward.inputs.captured,
                 first_sequence: sequence,
                 ..tensors.inputs()
             },
-            output: &queries.gather(backward.output, sequence)?,
+            output: output.view(),
             lse: &lse,
-            output_gradient: &queries.gather(backward.output_gradient, sequence)?,
+            output_gradient: output_gradient.view(),
         };
         let mut gathered = Results::zeros(&alone)?;
         let unseen = Watch { progress: None, ..watch };

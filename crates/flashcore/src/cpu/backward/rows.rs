@@ -162,7 +162,7 @@ impl RowBlock {
         };
         RowBlock {
             queries: pack(backward.inputs.query, shape.head_dim),
-            gradients: pack(backward.output_gradient.view(), shape.value_head_dim),
+            gradients: pack(backward.output_gradient, shape.value_head_dim),
         }
     }
 }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use flashcore::function::Here;
 use flashcore::serving::Sequences;
-use flashcore::{Inputs, RowFunctions, Tensor};
+use flashcore::{Inputs, RowFunctions, TensorView};
 
 use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
 use super::{HeadGradients, Noise, SMALLEST_ROUNDED, Saved};
@@ -124,7 +124,7 @@ impl<'a, T: Number> Group<'a, T> {
     pub(super) fn new(
         sequences: &Sequences,
         inputs: Inputs<'a>,
-        gradient: &Tensor,
+        gradient: TensorView<'_>,
         saved: Option<Saved<'_>>,
         (sequence, kv_head): (usize, usize),
         rounding: Rounding,

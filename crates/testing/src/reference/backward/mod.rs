@@ -18,7 +18,9 @@ mod group;
 mod number;
 
 use flashcore::serving::Sequences;
-use flashcore::{Backward, DType, Error, InputError, Inputs, Problem, Progress, Tensor};
+use flashcore::{
+    Backward, DType, Error, InputError, Inputs, Problem, Progress, Tensor, TensorView,
+};
 
 use group::Group;
 use number::{Number, Rounding};
@@ -175,13 +177,14 @@ impl Gradients {
 /// assert!(answer.heads[0].query[0].abs() < 1e-12);
 /// # Ok::<(), flashcore::Error>(())
 /// ```
-pub fn gradients(
+pub fn gradients<'a>(
     problem: &Problem,
-    inputs: Inputs<'_>,
-    output_gradient: &Tensor,
+    inputs: Inputs<'a>,
+    output_gradient: impl Into<TensorView<'a>>,
     heads: &Heads,
     progress: Option<&dyn Progress>,
 ) -> Result<Gradients, Error> {
+    let output_gradient = output_gradient.into();
     let of_head = |sequences: &Sequences, head| {
         Group::<f64>::new(sequences, inputs, output_gradient, None, head, Rounding::None)
     };
@@ -215,7 +218,7 @@ pub fn gradients_baseline(
 /// The results of a forward pass that the backward pass uses.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
-    output: &'a Tensor,
+    output: TensorView<'a>,
     lse: &'a [f32],
 }
 
@@ -243,7 +246,7 @@ pub fn saved(problem: &Problem, inputs: Inputs<'_>) -> Result<(Tensor, Vec<f32>)
 }
 
 /// Returns an error unless the gradient of the output has the output's shape and element type.
-fn validate(problem: &Problem, gradient: &Tensor) -> Result<(), InputError> {
+fn validate(problem: &Problem, gradient: TensorView<'_>) -> Result<(), InputError> {
     let tensor = "the gradient of the output";
     let (given, expected): (_, DType) = (gradient.dtype(), problem.dtypes.output);
     if gradient.shape() != problem.output_shape() {
@@ -259,7 +262,7 @@ fn validate(problem: &Problem, gradient: &Tensor) -> Result<(), InputError> {
 fn by_head<'a, T: Number>(
     problem: &Problem,
     inputs: Inputs<'a>,
-    output_gradient: &Tensor,
+    output_gradient: TensorView<'_>,
     heads: &Heads,
     progress: Option<&dyn Progress>,
     of_head: impl Fn(&Sequences, (usize, usize)) -> Group<'a, T>,
