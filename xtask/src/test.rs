@@ -11,6 +11,7 @@
 //! and only the wheel is a release build.
 
 use std::ffi::OsString;
+use std::fs;
 use std::panic;
 use std::path::Path;
 use std::process::Command;
@@ -40,10 +41,11 @@ struct Checked {
     seconds: f64,
 }
 
-const CHECKS: [Check; 11] = [
+const CHECKS: [Check; 12] = [
     Check { name: "format", run: format, slow: false, parallel: false },
     Check { name: "clippy", run: clippy, slow: false, parallel: false },
     Check { name: "cpu only", run: cpu_only, slow: true, parallel: false },
+    Check { name: "examples", run: examples, slow: true, parallel: false },
     Check { name: "package", run: package, slow: true, parallel: false },
     Check { name: "docs", run: docs, slow: true, parallel: false },
     Check {
@@ -131,20 +133,21 @@ fn format(verbose: bool) -> Finding {
 /// deny warnings too.
 fn clippy(verbose: bool) -> Finding {
     component("clippy", "clippy")?;
-    let mut command = with_candle_cuda(&["clippy", "--workspace", "--all-targets"]);
+    let mut command =
+        with_candle_cuda("flashcore-candle/cuda", &["clippy", "--workspace", "--all-targets"]);
     command.args(["--", "--deny", "warnings"]);
     run(command, verbose)?;
     Ok("candle's CUDA checked, not built".to_owned())
 }
 
-/// Returns a cargo command for candle's `cuda` feature, which builds kernels with NVIDIA's
-/// compiler: here a stand-in that compiles nothing takes its place.
-fn with_candle_cuda(arguments: &[&str]) -> Command {
+/// Returns a cargo command with a feature that enables candle's `cuda`, which builds kernels with
+/// NVIDIA's compiler: here a stand-in that compiles nothing takes its place.
+fn with_candle_cuda(feature: &str, arguments: &[&str]) -> Command {
     let mut path = OsString::from(root().join("xtask/pretend/bin"));
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut command = cargo(arguments);
-    command.args(["--features", "flashcore-candle/cuda"]);
+    command.args(["--features", feature]);
     command.env("PATH", path).env_remove("NVCC").env("CUDA_COMPUTE_CAP", "90");
     command
 }
@@ -164,6 +167,26 @@ fn cpu_only(verbose: bool) -> Finding {
     }
 }
 
+/// The workspace of the Rust examples, and with it the crate that stands in for candle's
+/// `candle-flash-attn`. The one in Python is among the Python tests.
+fn examples(verbose: bool) -> Finding {
+    let (manifest, lock) = (root().join("examples/Cargo.toml"), root().join("examples/Cargo.lock"));
+    let mut formatted = cargo(&["fmt", "--check", "--package", "llama", "--package", "ring"]);
+    formatted.arg("--manifest-path").arg(&manifest);
+    run(formatted, verbose)?;
+    if !lock.exists() {
+        // The versions that the workspace has, so that what was fetched and checked is shared.
+        let copied = fs::copy(root().join("Cargo.lock"), &lock);
+        copied.map_err(|error| format!("{}: {error}", lock.display()))?;
+    }
+    let mut command = with_candle_cuda("llama/cuda", &["clippy", "--workspace"]);
+    command.arg("--manifest-path").arg(manifest).args(["--", "--deny", "warnings"]);
+    // In their own profile the same crates would be others.
+    command.env("CARGO_TARGET_DIR", target()).env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
+    run(command, verbose)?;
+    Ok("checked, not run".to_owned())
+}
+
 /// Every crate can be packed for the registry, with all that it declares. `cargo publish --dry-run
 /// --workspace` builds the packages too, before a release.
 fn package(verbose: bool) -> Finding {
@@ -174,7 +197,8 @@ fn package(verbose: bool) -> Finding {
 }
 
 fn docs(verbose: bool) -> Finding {
-    let mut command = with_candle_cuda(&["doc", "--workspace", "--no-deps"]);
+    let mut command =
+        with_candle_cuda("flashcore-candle/cuda", &["doc", "--workspace", "--no-deps"]);
     command.env("RUSTDOCFLAGS", "--deny warnings");
     run(command, verbose)?;
     Ok(String::new())

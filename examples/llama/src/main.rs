@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The model of candle-transformers calls `candle_flash_attn::flash_attn` when it is built for a GPU
-//! and told to, and `Cargo.toml` puts FlashCore in that crate's place: the second command compares
+//! and told to, and `examples/Cargo.toml` puts FlashCore in that crate's place: the second command compares
 //! the untouched model with itself. Without a GPU that call is not compiled in, so the first command
 //! compares it with the model in `swapped.rs`, which reads the same weights and differs in one line.
 
