@@ -69,6 +69,7 @@
 //! | --- | --- |
 //! | what can a kernel write? | `build/`, by subject |
 //! | how do tiles, swizzles, descriptors, fragments and pipelines work? | `tile/` |
+//! | how does one warp multiply tiles, with `mma.sync`? | `tile/warp/mod.rs`, with an example |
 //! | which instructions are there? | `instruction/mod.rs` |
 //! | what does an instruction read and write? | `instruction/operands.rs` |
 //! | what hardware and PTX version does it need? | `instruction/requirement.rs`, `target.rs` |
