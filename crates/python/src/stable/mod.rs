@@ -436,13 +436,16 @@ impl Stable {
 
     /// Returns the address of a tensor's elements, or 0 if its storage was freed: PyTorch adds the
     /// tensor's offset in its storage to the null address.
+    #[inline]
     fn unless_freed(&self, handle: Handle, address: u64) -> u64 {
-        let freed = || {
-            let mut bytes = -1;
-            // SAFETY: callers have a tensor's handle; writes one number.
-            unsafe { (self.storage_bytes)(handle, &mut bytes) == 0 && bytes == 0 }
-        };
-        if view::may_be_offset(address) && freed() { 0 } else { address }
+        if view::may_be_offset(address) && self.is_freed(handle) { 0 } else { address }
+    }
+
+    #[cold]
+    fn is_freed(&self, handle: Handle) -> bool {
+        let mut bytes = -1;
+        // SAFETY: callers have a tensor's handle; writes one number.
+        unsafe { (self.storage_bytes)(handle, &mut bytes) == 0 && bytes == 0 }
     }
 
     /// Returns the handle inside a Python tensor object, if it is one of a plain tensor.
