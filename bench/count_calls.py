@@ -17,21 +17,11 @@ import subprocess
 import sys
 import tempfile
 
-CALLS = 200
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python/tests"))
 
-# Everything else of the runtime returns 0 and does nothing.
-RUNTIME = {
-    "__cudaRegisterFatBinary": "void **{}(void *binary) {{ static void *handle; return &handle; }}",
-    "cudaGetDeviceCount": "int {}(int *count) {{ *count = 1; return 0; }}",
-    "cudaGetDevice": "int {}(int *device) {{ *device = 0; return 0; }}",
-    "cudaDriverGetVersion": "int {}(int *version) {{ *version = 13000; return 0; }}",
-    "cudaMalloc": "int {}(void **to, size_t bytes) {{ return posix_memalign(to, 1 << 21, bytes); }}",
-    "cudaMemGetInfo": "int {}(size_t *free, size_t *all) {{ *free = *all = 1ull << 37; return 0; }}",
-    "cudaStreamIsCapturing": "int {}(void *stream, int *status) {{ *status = 0; return 0; }}",
-    "cudaStreamGetCaptureInfo": "int {}(void *stream, int *status) {{ *status = 0; return 0; }}",
-    "cudaGetErrorString": 'const char *{}(int code) {{ return "no error"; }}',
-    "cudaGetErrorName": 'const char *{}(int code) {{ return "none"; }}',
-}
+from virtual_gpu import runtime
+
+CALLS = 200
 
 # An H200 of which a call needs no more.
 DRIVER = """
@@ -80,31 +70,17 @@ void end_counting(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_S
 """
 
 
-def quiet(names):
-    return "\n".join(f"int {name}(void) {{ return 0; }}" for name in names)
-
-
-def build(folder, name, source, *options):
+def build(folder, name, source):
     """Compiles a library into a folder."""
-    text = "#include <stdlib.h>\n#include <string.h>\n" + source
-    command = ["cc", "-O2", "-w", "-fPIC", "-shared", "-x", "c", "-", "-o", folder / name, *options]
-    subprocess.run(command, input=text, text=True, check=True)
+    command = ["cc", "-O2", "-w", "-fPIC", "-shared", "-x", "c", "-", "-o", folder / name]
+    subprocess.run(command, input=source, text=True, check=True)
 
 
 def stubs(folder):
     """Builds the runtime, the driver and what turns counting on and off."""
-    # Found and not imported, which would take the real runtime.
-    packages = next(path for path in map(pathlib.Path, sys.path) if (path / "torch").is_dir())
-    (runtime,) = packages.glob("nvidia/cu*/lib/libcudart.so.*")
-    found = subprocess.run(["nm", "-D", "--defined-only", runtime], capture_output=True, text=True, check=True)
-    names = {line.split()[-1].partition("@")[0] for line in found.stdout.splitlines() if " T " in line}
-    source = quiet(sorted(names - set(RUNTIME)))
-    source += "\n".join(text.format(name) for name, text in RUNTIME.items())
-    versions = folder / "versions"
-    versions.write_text(f"{runtime.name} {{ global: *; }};")
-    # Under the name and version of the real one, in whose place it is loaded.
-    build(folder, "runtime.so", source, f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={versions}")
-    build(folder, "libcuda.so.1", DRIVER + quiet(QUIET))
+    runtime.build(folder)
+    quiet = "\n".join(f"int {name}(void) {{ return 0; }}" for name in QUIET)
+    build(folder, "libcuda.so.1", "#include <stdlib.h>\n#include <string.h>\n" + DRIVER + quiet)
     build(folder, "counting.so", COUNTING)
 
 

@@ -21,6 +21,13 @@ if not list((SOURCES / "flashcore").glob("_flashcore*.so")):
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != SOURCES]
 
 
+# See virtual_gpu/__init__.py.
+VIRTUAL = os.environ.get("FLASHCORE_TEST_ON") == "virtual GPU"
+if VIRTUAL:
+    from virtual_gpu import host_kernels
+
+    HOST_KERNELS = host_kernels.activate()
+
 
 def pytest_collection_modifyitems(items):
     torch_there = importlib.util.find_spec("torch") is not None
@@ -32,10 +39,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not cuda_there:
             item.add_marker(pytest.mark.skip(reason="no GPU that PyTorch can use"))
+        if "hardware" in item.keywords and VIRTUAL:
+            item.add_marker(pytest.mark.skip(reason="not for a virtual GPU"))
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs PyTorch and an NVIDIA GPU")
+    config.addinivalue_line("markers", "gpu: needs PyTorch and an NVIDIA GPU, or a virtual one")
+    config.addinivalue_line("markers", "hardware: needs a GPU with time, graphs of PyTorch's and Triton's kernels")
 
 
 def devices():
