@@ -23,7 +23,7 @@
 //! | `seed=0` | the seed of the first launch; the next has the next seed |
 //! | `values` | computes; `checked` also finds every [hazard](sim::HazardKind) |
 //! | `driver=12.9` | the CUDA version that the driver says it has |
-//! | `memory=8` | the memory of the device, in GiB |
+//! | `memory=2` | the memory of the device, in GiB; of the host, allocations take twice as much |
 //!
 //! # What it does
 //!

@@ -21,7 +21,8 @@ pub(crate) struct Options {
     pub(crate) mode: Mode,
     /// `driver=12.9`: the CUDA version that the driver says it has, as 12090.
     pub(crate) driver: u32,
-    /// `memory=8`: the size of the device's memory, in GiB.
+    /// `memory=2`: the size of the device's memory, in GiB. What is allocated takes twice as much of
+    /// the host's.
     pub(crate) memory: u64,
 }
 
@@ -34,7 +35,7 @@ impl Default for Options {
             seed: 0,
             mode: Mode::Values,
             driver: 12090,
-            memory: 8,
+            memory: 2,
         }
     }
 }
