@@ -9,7 +9,7 @@ use sim::Memory;
 
 use crate::error::{Error, Result, explain};
 use crate::graph::{Graph, UserObject};
-use crate::module::Kernel;
+use crate::module::{Kernel, Programs};
 use crate::options::Options;
 use crate::stream::{Capture, Event, Stream};
 
@@ -34,6 +34,7 @@ pub(crate) struct Gpu {
     pub(crate) allocations: BTreeMap<u64, u64>,
     /// The number of references to the primary context.
     pub(crate) retained: u32,
+    pub(crate) programs: Programs,
     pub(crate) kernels: HashMap<Handle, Kernel>,
     pub(crate) streams: HashMap<Handle, Stream>,
     pub(crate) events: HashMap<Handle, Event>,
@@ -57,6 +58,7 @@ impl Gpu {
             memory: Memory::new(),
             allocations: BTreeMap::new(),
             retained: 0,
+            programs: Programs::default(),
             kernels: HashMap::new(),
             streams: HashMap::from([(0, Stream::default())]),
             events: HashMap::new(),

@@ -1,5 +1,6 @@
 //! Launches: checked against the kernel, and run in the simulator.
 
+use std::borrow::Cow;
 use std::ffi::c_void;
 
 use ptx::{ParameterKind, Program, Type};
@@ -58,16 +59,19 @@ impl Gpu {
 
     /// Runs a launch. After a failure every call fails, as on a GPU.
     pub(crate) fn run(&mut self, launch: &Launch) -> Result {
-        let kernel = self.kernels.get_mut(&launch.kernel).ok_or(Error::InvalidHandle)?;
-        let program = &mut kernel.program;
+        let kernel = self.kernels.get(&launch.kernel).ok_or(Error::InvalidHandle)?;
+        let mut program = Cow::Borrowed(&*kernel.program);
         // PTX does not say with which box a map is encoded, nor, for some kernels, in which
         // clusters a grid is launched.
-        for (parameter, argument) in program.parameters.iter_mut().zip(&launch.arguments) {
+        for (index, argument) in launch.arguments.iter().enumerate() {
             if let Argument::TensorMap(map) = argument {
-                parameter.kind = ParameterKind::TensorMap(map.tensor_box.clone());
+                let kind = ParameterKind::TensorMap(map.tensor_box.clone());
+                program.to_mut().parameters[index].kind = kind;
             }
         }
-        let compiled = std::mem::replace(&mut program.cluster, launch.cluster);
+        if program.cluster != launch.cluster {
+            program.to_mut().cluster = launch.cluster;
+        }
         let options = sim::Options {
             policy: self.options.policy,
             seed: self.options.seed.wrapping_add(self.launches),
@@ -77,9 +81,9 @@ impl Gpu {
             ..sim::Options::default()
         };
         self.launches += 1;
-        let run = sim::Launch { program, grid: launch.grid, arguments: launch.arguments.clone() };
+        let (program, arguments) = (&*program, launch.arguments.clone());
+        let run = sim::Launch { program, grid: launch.grid, arguments };
         let result = sim::run(&run, &mut self.memory, &options);
-        program.cluster = compiled;
         result.map(drop).map_err(|failure| {
             self.failed = true;
             let (name, number) = (&kernel.program.name, self.launches);
@@ -138,7 +142,7 @@ impl Kernel {
 
     /// Checks the dimensions of a launch; returns the number of blocks in a cluster.
     fn check(&self, launch: &Dimensions) -> Result<u32> {
-        let Program { name, threads, cluster: compiled, .. } = &self.program;
+        let Program { name, threads, cluster: compiled, .. } = &*self.program;
         let wrong = |error, reason: String| Err(explain(error, format!("{name}: {reason}")));
         let Dimensions { grid, block, cluster, shared_bytes } = *launch;
         if grid[1..] != [1, 1] || block[1..] != [1, 1] || grid[0] == 0 {

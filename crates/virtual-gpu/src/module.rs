@@ -1,6 +1,8 @@
 //! Modules: PTX texts, each with one kernel.
 
+use std::collections::HashMap;
 use std::panic::Location;
+use std::sync::Arc;
 
 use ptx::{Block, Parameter, ParameterKind, Program, SourceLocation, StatementKind, Type};
 
@@ -9,11 +11,31 @@ use crate::gpu::{Gpu, Handle};
 
 /// A kernel, and the limits that were set for its launches.
 pub(crate) struct Kernel {
-    pub(crate) program: Program,
+    pub(crate) program: Arc<Program>,
     pub(crate) dynamic_shared: u32,
     pub(crate) large_clusters: bool,
     /// The places of the program's statements, in its order.
-    places: &'static [Location<'static>],
+    places: Places,
+}
+
+type Places = &'static [Location<'static>];
+
+/// The programs of all texts so far: modules stay loaded, and a text is often loaded many times.
+#[derive(Default)]
+pub(crate) struct Programs(HashMap<String, (Arc<Program>, Places)>);
+
+impl Programs {
+    /// Returns the program of a text, and the places of its statements.
+    fn get(&mut self, text: &str) -> Result<(Arc<Program>, Places)> {
+        if let Some((program, places)) = self.0.get(text) {
+            return Ok((program.clone(), places));
+        }
+        let mut program = program(text).map_err(|reason| explain(Error::InvalidPtx, reason))?;
+        let places = number(&mut program);
+        let program = Arc::new(program);
+        self.0.insert(text.to_owned(), (program.clone(), places));
+        Ok((program, places))
+    }
 }
 
 /// Numbers of `CUfunction_attribute`.
@@ -34,7 +56,7 @@ impl Gpu {
     /// Loads a PTX text. The handle of its kernel is that of the module.
     pub(crate) fn load(&mut self, text: &str) -> Result<Handle> {
         self.unsafe_call()?;
-        let mut program = program(text).map_err(|reason| explain(Error::InvalidPtx, reason))?;
+        let (program, places) = self.programs.get(text)?;
         let (wanted, target) = (program.target, self.options.target);
         let runs = if wanted.specific {
             wanted == target
@@ -46,7 +68,6 @@ impl Gpu {
             return Err(explain(Error::NoBinaryForGpu, reason));
         }
         let handle = self.handle();
-        let places = number(&mut program);
         let (dynamic_shared, large_clusters) = (SHARED_BYTES, false);
         let kernel = Kernel { program, dynamic_shared, large_clusters, places };
         self.kernels.insert(handle, kernel);
@@ -139,8 +160,8 @@ impl Kernel {
 
 /// Gives each statement of a program a place of its own, since that of the kernel's source is not in
 /// a text. The places are told apart by where they are in memory; they stay there, 24 bytes for each
-/// statement of each module, which stays loaded too.
-fn number(program: &mut Program) -> &'static [Location<'static>] {
+/// statement of each text, whose program stays too.
+fn number(program: &mut Program) -> Places {
     fn walk(block: &mut Block, places: &mut std::slice::Iter<'static, Location<'static>>) {
         for statement in block {
             if let Some(place) = places.next() {
@@ -160,7 +181,7 @@ fn number(program: &mut Program) -> &'static [Location<'static>] {
     }
     let mut count = 0;
     program.visit(&mut |_| count += 1);
-    let places: &'static [Location<'static>] = Vec::leak(vec![*Location::caller(); count]);
+    let places: Places = Vec::leak(vec![*Location::caller(); count]);
     walk(&mut program.body, &mut places.iter());
     places
 }
@@ -199,6 +220,7 @@ mod tests {
         let mut program = program(&ptx::print(&k.finish().unwrap())).unwrap();
         let places = number(&mut program);
         let (dynamic_shared, large_clusters) = (0, false);
+        let program = Arc::new(program);
         let kernel = Kernel { program, dynamic_shared, large_clusters, places };
         let mut texts = Vec::new();
         kernel.program.visit(&mut |statement| texts.push(kernel.statement(statement.place)));
