@@ -115,6 +115,11 @@ def pad(array: Any, columns: int) -> Any:
     return _namespace(array).pad(array, widths)
 
 
+def can_expand(array: Any) -> bool:
+    """Returns whether an array's library can broadcast and reshape it."""
+    return can_copy(array) and hasattr(_namespace(array), "broadcast_to") and hasattr(array, "reshape")
+
+
 def expanded(array: Any, shape: tuple[int, ...]) -> Any:
     """Broadcasts an array to a shape."""
     return _namespace(array).broadcast_to(array, shape)

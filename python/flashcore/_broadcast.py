@@ -24,7 +24,7 @@ def four_dimensions(
     """Returns queries, keys and values of four dimensions, the mask for them, and the leading dimensions of the
     output. None if the tensors have that form already, or if they do not broadcast, which the call itself reports."""
     shapes = [shape_of(tensor) for tensor in tensors]
-    if any(shape is None or len(shape) < 2 for shape in shapes):
+    if any(shape is None or len(shape) < 2 for shape in shapes) or not _are_of_a_kind(tensors):
         return None
     rank = max(2, *(len(shape) - 2 for shape in shapes))
     leading = [(1,) * (rank + 2 - len(shape)) + tuple(shape[:-2]) for shape in shapes]
@@ -48,6 +48,12 @@ def four_dimensions(
     if attn_mask is not None:
         attn_mask = _mask(attn_mask, batch)
     return given, attn_mask, dimensions
+
+
+def _are_of_a_kind(tensors: tuple[Any, ...]) -> bool:
+    """Returns whether all tensors are PyTorch's, or all are arrays whose library can broadcast them."""
+    of_torch = [torch is not None and isinstance(tensor, torch.Tensor) for tensor in tensors]
+    return all(of_torch) or (not any(of_torch) and all(map(_arrays.can_expand, tensors)))
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:

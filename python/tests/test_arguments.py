@@ -209,7 +209,8 @@ def wrong(kind, good):
     """Values that are wrong where a kind of argument is expected, with names."""
     match kind:
         case "tensor" | "floats":
-            return [*NO_TENSORS, *odd_arrays(good), ("integers", np.zeros((2, 6, 2, 16), np.int32))]
+            flat = ("one dimension", np.zeros(16, np.float32))
+            return [*NO_TENSORS, *odd_arrays(good), flat, ("integers", np.zeros((2, 6, 2, 16), np.int32))]
         case "factors":
             odd = [case for case in odd_arrays(good) if case[0] != "no dimension"]
             shapes = [("shape", np.ones(7, np.float32)), ("rows", np.ones((2, 3), np.float32))]
@@ -269,6 +270,8 @@ CASES = [
     for call, (good, arguments) in CALLS.items()
     for argument, kind in arguments.items()
     for name, value in wrong(kind, good.get(argument))
+    # PyTorch's function takes any number of leading dimensions.
+    if (call, name) != ("scaled_dot_product_attention", "dimensions")
 ]
 
 

@@ -673,9 +673,13 @@ def merged_answer(a):
 
 def heads_first_answer(a):
     q, k, v = (f64(a[name]) for name in ("query", "key", "value"))
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    dimensions = max(x.ndim for x in (q, k, v))
+    # Leading dimensions are broadcast.
+    q, k, v = (x[(None,) * (max(dimensions, 4) - x.ndim)] for x in (q, k, v))
+    if a.get("enable_gqa", False):
+        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
     scale = a.get("scale")
-    scores = q @ k.swapaxes(2, 3) * (q.shape[3] ** -0.5 if scale is None else float(scale))
+    scores = q @ k.swapaxes(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else float(scale))
     at = np.ogrid[tuple(slice(size) for size in scores.shape)]
     if a.get("score_mod") is not None:
         scores = np.broadcast_to(a["score_mod"](scores, *at), scores.shape).astype(np.float64)
@@ -683,7 +687,7 @@ def heads_first_answer(a):
     if a.get("block_mask") is not None:
         seen &= np.asarray(a["block_mask"].mask_mod(*at), bool)
     if a.get("is_causal", False):
-        seen &= at[2] >= at[3]
+        seen &= at[-2] >= at[-1]
     mask = a.get("attn_mask")
     if mask is not None:
         numbers = f64(mask)
@@ -693,7 +697,8 @@ def heads_first_answer(a):
     weights = np.exp(scores - top[..., None])
     total = weights.sum(-1)
     with np.errstate(divide="ignore"):
-        return [weights / np.where(total, total, 1)[..., None] @ v, np.log(total) + top]
+        answers = [weights / np.where(total, total, 1)[..., None] @ v, np.log(total) + top]
+    return [answer[(0,) * (max(dimensions, 4) - dimensions)] for answer in answers]
 
 
 def dense_mask(mask):
