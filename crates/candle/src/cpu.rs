@@ -156,13 +156,19 @@ fn storage(tensor: Tensor) -> Result<CpuStorage> {
     })
 }
 
+/// Returns where a tensor begins in its memory. A slice of a tensor without elements would begin
+/// behind the end.
+pub(crate) fn begin(of: &Layout) -> usize {
+    if of.shape().elem_count() == 0 { 0 } else { of.start_offset() }
+}
+
 /// Borrows a candle tensor as a view of ours.
 fn view<'a>(
     storage: &'a CpuStorage,
     of: &Layout,
     layout: flashcore::Layout,
 ) -> Result<TensorView<'a>> {
-    let begin = of.start_offset();
+    let begin = begin(of);
     let elements: ElementsView<'a> = match storage {
         CpuStorage::F32(all) => all[begin..].into(),
         CpuStorage::F16(all) => all[begin..].into(),

@@ -75,6 +75,14 @@ fn nothing_to_compute_is_no_error() -> Result<()> {
     assert_eq!(lse, [f32::NEG_INFINITY; 6]);
     let [query, key, value] = tensors(DType::F32, [1, 0, 3], [2, 2], [8, 8])?;
     assert_eq!(attend(&query, &key, &value, &options)?.output.dims(), [1, 0, 2, 8]);
+    // Slices of a projection of no tokens, which begin behind the end of its memory.
+    let fused = Var::zeros((1, 0, 6, 8), DType::F32, query.device())?;
+    let [query, key, value] =
+        [fused.narrow(2, 0, 2)?, fused.narrow(2, 2, 2)?, fused.narrow(2, 4, 2)?];
+    let output = flash_attn(&query, &key, &value, 0.2, true)?;
+    assert_eq!(output.dims(), [1, 0, 2, 8]);
+    let gradients = output.sum_all()?.backward()?;
+    assert_eq!(gradients.get(&fused).expect("it is a variable").dims(), fused.dims());
     Ok(())
 }
 

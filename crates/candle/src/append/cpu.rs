@@ -9,6 +9,7 @@ use float8::F8E4M3;
 
 use super::{Append, Cache, Factors};
 use crate::arguments::refusal;
+use crate::cpu::begin;
 use crate::{Rotary, wrap};
 
 /// Writes the new rows, and returns the new lengths.
@@ -177,7 +178,7 @@ impl InplaceOp2 for Rows<'_> {
         of_new: &Layout,
     ) -> Result<()> {
         use CpuStorage as S;
-        let (begin, from) = (of_cache.start_offset(), of_new.start_offset());
+        let (begin, from) = (begin(of_cache), begin(of_new));
         match (cache, new) {
             (S::F32(cache), S::F32(new)) => self.write(&mut cache[begin..], &new[from..]),
             (S::F16(cache), S::F16(new)) => self.write(&mut cache[begin..], &new[from..]),
@@ -197,7 +198,7 @@ impl Factors {
     fn read<T>(&self, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
         let (memory, of) = self.tensor.storage_and_layout();
         match &*memory {
-            Storage::Cpu(CpuStorage::F32(all)) => Ok(read(&all[of.start_offset()..])),
+            Storage::Cpu(CpuStorage::F32(all)) => Ok(read(&all[begin(of)..])),
             _ => candle_core::bail!("append: descale factors are not f32 in host memory"),
         }
     }
@@ -249,7 +250,7 @@ impl InplaceOp2 for FoundFactors<'_> {
         new: &CpuStorage,
         of_new: &Layout,
     ) -> Result<()> {
-        let (begin, from) = (of_factors.start_offset(), of_new.start_offset());
+        let (begin, from) = (begin(of_factors), begin(of_new));
         let CpuStorage::F32(factors) = factors else {
             candle_core::bail!("descale factors are not f32")
         };
