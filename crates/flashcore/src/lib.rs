@@ -170,7 +170,7 @@ pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
     Alibi, DTypes, Descale, Descales, ElementError, Lists, Mask, Pass, Problem, ProblemError,
-    ProblemTextError, RowFunctions, RowScores, Scores, Storage,
+    ProblemTextError, RowFunctions, Scores, Storage,
 };
 pub use tensor::{
     E4M3, E5M2, Elements, ElementsView, Head, Int8, Layout, Shape, Strides, Tensor, TensorError,

@@ -27,7 +27,7 @@ pub use kernels::cache::LEAST_MAGNITUDE;
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::inputs::InputError;
-use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
+use crate::tensor::{Layout, Shape, Strides, Tensor};
 
 /// Which values share a descale factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -123,17 +123,6 @@ pub fn quantize_groups(
         small.set_row(at, &row);
     }
     Ok(Quantized { tensor: small, descale: Tensor::new(layout, factors)? })
-}
-
-impl Quantized {
-    /// Returns factors per tensor or head for `sequences` sequences, which may differ from the
-    /// number of batch entries or pages of the tensor.
-    pub fn for_sequences(&self, sequences: usize) -> Result<Tensor, TensorError> {
-        let layout = self.descale.layout();
-        let shape = Shape { batch: sequences, ..layout.shape() };
-        let layout = Layout::strided(shape, layout.strides())?;
-        Tensor::new(layout, self.descale.elements().clone())
-    }
 }
 
 /// Returns the values that an 8-bit tensor represents, in a wider type.

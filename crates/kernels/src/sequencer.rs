@@ -82,9 +82,6 @@ const CHUNK: u32 = 1024;
 const WARPS: u32 = CHUNK / 32;
 
 impl Sequencer {
-    /// The number of threads of the only thread block.
-    pub const THREADS: u32 = CHUNK;
-
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let tiles = match self.tiles {

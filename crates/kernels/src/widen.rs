@@ -49,11 +49,6 @@ impl Widen {
         format!("widen_{element}{cache}_d{head_dim}x{value_head_dim}{paged}")
     }
 
-    /// Returns the threads per block.
-    pub const fn threads(&self) -> u32 {
-        THREADS
-    }
-
     /// Builds the kernel. The grid has a block for every [`POSITIONS`] of each sequence. Parameters
     /// by name ([`Parameter`](crate::Parameter)):
     ///

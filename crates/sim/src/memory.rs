@@ -134,11 +134,6 @@ impl Memory {
         chunks.map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
     }
 
-    /// Returns a buffer as 16-bit values.
-    pub fn u16(&self, buffer: BufferId) -> Vec<u16> {
-        self.bytes(buffer).chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect()
-    }
-
     /// Returns the number of bytes of an output that nothing has written.
     pub fn unwritten(&self, buffer: BufferId) -> usize {
         let buffer = &self.buffers[buffer.index()];

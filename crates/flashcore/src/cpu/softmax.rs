@@ -84,10 +84,10 @@ impl<'a> Rows<'a> {
         for (row, RowRule { visible, scores, sink, functions }) in rules.enumerate() {
             self.visible[row] = visible;
             self.functions.extend(functions);
-            self.cap = scores.cap();
-            self.slopes[row] = scores.slope();
-            self.positions[row] = scores.position();
-            self.sloped |= scores.slope() != 0.0;
+            self.cap = scores.cap;
+            self.slopes[row] = scores.slope;
+            self.positions[row] = scores.position;
+            self.sloped |= scores.slope != 0.0;
             if let Some(sink) = sink.filter(|sink| *sink > f32::NEG_INFINITY) {
                 self.maximum[row] = sink;
                 self.sum[row] = 1.0;

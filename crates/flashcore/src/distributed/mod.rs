@@ -183,24 +183,4 @@ impl Distribution {
     pub fn rank_at(&self, node: usize, member: usize) -> usize {
         node * self.members() + member
     }
-
-    /// Returns the sequences.
-    pub fn sequences(&self) -> &Sequences {
-        &self.sequences
-    }
-
-    /// Returns the mask over whole sequences.
-    pub fn mask(&self) -> Mask {
-        self.mask
-    }
-
-    /// Returns how the work is spread.
-    pub fn variant(&self) -> Variant {
-        self.variant
-    }
-
-    /// Returns the heads and their sizes.
-    pub fn heads(&self) -> Heads {
-        self.heads
-    }
 }

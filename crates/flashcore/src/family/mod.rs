@@ -312,14 +312,6 @@ impl Choice {
         self.main += 1;
     }
 
-    /// Tells whether tiles take their key blocks from lists.
-    pub fn has_block_lists(&self) -> bool {
-        let lists = |memory: &Memory| {
-            matches!(memory.contents, Contents::Blocks(_) | Contents::FoundBlocks(..))
-        };
-        self.memory.iter().any(lists)
-    }
-
     /// Returns the size of a workspace that a launch fills with lists, where there is one.
     pub fn found_bytes(&self, workspace: Workspace) -> Option<u64> {
         let found = |contents: &Contents| {

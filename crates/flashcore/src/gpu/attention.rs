@@ -9,7 +9,7 @@ use kernels::parameter::{Captured, Tensor};
 use super::executable::{Addresses, Executable, Part};
 use super::plans::Kept;
 use super::tensors::Tensors;
-use super::{Compilation, Gpu, GpuError, Kernel};
+use super::{Compilation, Gpu, GpuError};
 use crate::error::Error;
 use crate::family::Choice;
 use crate::plan::{Arrangement, Plan, Preference, Source, Workspace, bind};
@@ -149,12 +149,6 @@ impl AttentionPlan {
         &self.plan
     }
 
-    /// Returns the launches of a plan whose tiles take key blocks from lists. The caller may pass
-    /// its own lists [with the tensors](Tensors::block_lists), made by [`Choice::lists_over`].
-    pub fn with_block_lists(&self) -> Option<&Choice> {
-        self.plan.chosen.choice.as_ref().filter(|choice| choice.has_block_lists())
-    }
-
     /// Returns the launches of a plan that finds its lists on the device.
     /// [`prepare`](AttentionPlan::prepare) finds them into memory that comes with the tensors, and
     /// later calls need not.
@@ -163,19 +157,9 @@ impl AttentionPlan {
         self.plan.chosen.choice.as_ref().filter(found)
     }
 
-    /// Returns the compiled attention kernel.
-    pub fn kernel(&self) -> &Kernel {
-        self.executable.kernel()
-    }
-
     /// Returns how its binary was obtained.
     pub fn compilation(&self) -> &Compilation {
         self.executable.compilation()
-    }
-
-    /// Returns the device memory that the plan holds besides the kernels.
-    pub fn device_bytes(&self) -> u64 {
-        self.executable.device_bytes()
     }
 }
 

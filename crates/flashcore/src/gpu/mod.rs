@@ -171,11 +171,6 @@ impl Gpu {
         &self.cache
     }
 
-    /// Returns how kernels are compiled.
-    pub fn policy(&self) -> Policy {
-        self.policy
-    }
-
     /// Returns the properties that planning depends on.
     pub fn chip(&self) -> Chip {
         Chip::of(self.info())

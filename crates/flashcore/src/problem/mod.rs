@@ -20,7 +20,8 @@ mod text;
 pub use descale::{Descale, Descales, ElementError};
 pub use function::RowFunctions;
 pub use mask::Mask;
-pub use scores::{Alibi, RowScores, Scores};
+pub(crate) use scores::RowScores;
+pub use scores::{Alibi, Scores};
 pub use storage::{Lists, Storage};
 pub use text::ProblemTextError;
 

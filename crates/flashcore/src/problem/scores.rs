@@ -275,19 +275,19 @@ impl Hash for Scores {
 
 /// The score rules of one row (its score function apart), evaluated on the host.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RowScores {
-    scale: f64,
-    cap: Option<f64>,
-    /// ALiBi slope; zero without ALiBi.
-    slope: f64,
+pub(crate) struct RowScores {
+    /// The softcap, if there is one.
+    pub(crate) cap: Option<f32>,
+    /// The ALiBi slope; zero without ALiBi.
+    pub(crate) slope: f32,
     /// Position of the query among the keys; negative for the first queries where there are more
     /// queries than keys.
-    position: i64,
+    pub(crate) position: f32,
 }
 
 impl RowScores {
     /// Returns the rules for `query` in a sequence of these lengths, with its head's ALiBi slope.
-    pub fn of(
+    pub(crate) fn of(
         problem: &Problem,
         query: usize,
         query_length: usize,
@@ -295,40 +295,10 @@ impl RowScores {
         slope: f32,
     ) -> Self {
         RowScores {
-            scale: f64::from(problem.scale()),
-            cap: problem.scores.softcap.map(f64::from),
-            slope: f64::from(slope),
-            position: query as i64 + key_length as i64 - query_length as i64,
+            cap: problem.scores.softcap,
+            slope,
+            position: (query as i64 + key_length as i64 - query_length as i64) as f32,
         }
-    }
-
-    /// Returns the softcap, if there is one.
-    pub(crate) fn cap(&self) -> Option<f32> {
-        self.cap.map(|cap| cap as f32)
-    }
-
-    /// Returns the ALiBi slope; zero without ALiBi.
-    pub(crate) fn slope(&self) -> f32 {
-        self.slope as f32
-    }
-
-    /// Returns the position of the query among the keys.
-    pub(crate) fn position(&self) -> f32 {
-        self.position as f32
-    }
-
-    /// Returns the score of a key from its product with the query.
-    pub fn score(&self, product: f64, key: usize) -> f64 {
-        self.adjust(self.scale * product, key)
-    }
-
-    /// Returns the score of a key from its scaled product with the query.
-    pub fn adjust(&self, scaled: f64, key: usize) -> f64 {
-        let capped = self.cap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
-        if self.slope == 0.0 {
-            return capped;
-        }
-        capped - self.slope * (self.position - key as i64).unsigned_abs() as f64
     }
 }
 

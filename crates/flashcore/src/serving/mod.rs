@@ -34,7 +34,7 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::inputs::{InputTensors, Inputs};
-use crate::problem::{Alibi, Descale, Descales, Lists, Problem, ProblemError, RowScores, Storage};
+use crate::problem::{Alibi, Descale, Descales, Lists, Problem, ProblemError, Storage};
 use crate::tensor::{Layout, Shape, Tensor, TensorView};
 
 /// Attention over sequences that each have their own lengths.
@@ -263,12 +263,6 @@ impl Sequences {
     pub fn visible_keys(&self, sequence: usize, query: usize) -> Range<usize> {
         let (queries, keys) = (self.queries.length(sequence), self.keys.length(sequence));
         self.problem.mask.visible_keys(query, queries, keys)
-    }
-
-    /// Returns the score rules of a query, given its ALiBi slope.
-    pub fn scores(&self, sequence: usize, query: usize, slope: f32) -> RowScores {
-        let (queries, keys) = (self.queries.length(sequence), self.keys.length(sequence));
-        RowScores::of(&self.problem, query, queries, keys, slope)
     }
 
     /// Returns one sequence as a problem of its own, with a batch of 1 and equal lengths.

@@ -160,9 +160,4 @@ impl Layout {
     pub fn offset(&self, batch: usize, position: usize, head: usize) -> usize {
         batch * self.strides.batch + position * self.strides.length + head * self.strides.heads
     }
-
-    /// Tells whether the layout is contiguous in the order of the shape.
-    pub fn is_contiguous(&self) -> bool {
-        Layout::contiguous(self.shape).is_ok_and(|contiguous| contiguous == *self)
-    }
 }

@@ -88,8 +88,6 @@ fn half(blocks: u32) -> u32 {
 }
 
 impl TileSharer {
-    /// Threads of the only block.
-    pub const THREADS: u32 = THREADS;
     /// The most blocks of the forward kernel that tiles can be distributed over.
     pub const MOST_BLOCKS: u32 = MOST_BLOCKS;
 

@@ -147,11 +147,10 @@ impl Builder {
     /// Declares the next kernel parameter, a tensor map that must be encoded with this box.
     #[track_caller]
     pub fn tensor_map(&mut self, name: &str, tensor_box: TensorBox) -> TensorMap {
-        let rank = tensor_box.extent.len();
         let parameter = self.declare(name, ParameterKind::TensorMap(tensor_box));
         let address = self.register::<U64>();
         self.push(Instruction::TensorMapAddress { dst: address.register, parameter });
-        TensorMap { address, rank }
+        TensorMap { address }
     }
 
     fn declare(&mut self, name: &str, kind: ParameterKind) -> ParameterId {
@@ -476,8 +475,6 @@ impl Node {
 pub struct TensorMap {
     /// The generic address of the tensor map.
     pub address: Reg<U64>,
-    /// The number of dimensions of the tensor.
-    pub rank: usize,
 }
 
 /// Types of values that can be passed as a kernel parameter.

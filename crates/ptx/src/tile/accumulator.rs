@@ -110,11 +110,6 @@ impl Fragment {
         Fragment { element, registers }
     }
 
-    /// Returns the element type.
-    pub fn element(&self) -> Element {
-        self.element
-    }
-
     /// Rounds two neighbouring elements into register `index`.
     #[track_caller]
     pub fn set_pair(&self, k: &mut Builder, index: usize, low: Reg<F32>, high: Reg<F32>) {

@@ -51,11 +51,6 @@ impl SharedTiles {
         self.layout
     }
 
-    /// Returns the number of stages.
-    pub fn stages(&self) -> u32 {
-        self.stages
-    }
-
     /// Returns the tile of a stage.
     #[track_caller]
     pub fn at(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> SharedTile {

@@ -230,11 +230,6 @@ impl SequencesCase {
         })
     }
 
-    /// Returns the sequences of the case.
-    pub fn sequences(&self) -> &Sequences {
-        &self.sequences
-    }
-
     /// Computes the reference.
     pub fn expected(&self) -> Result<ExpectedOfSequences<'_>, Error> {
         let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;

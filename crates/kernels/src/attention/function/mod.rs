@@ -161,11 +161,6 @@ impl Function {
         &self.0.text
     }
 
-    /// Returns a hash of the text: the same in every process and version.
-    pub fn stable_hash(&self) -> u64 {
-        self.0.hash
-    }
-
     /// Returns the tensors that the function loads from.
     pub fn tensors(&self) -> &'static [TensorSpec] {
         &self.0.tensors

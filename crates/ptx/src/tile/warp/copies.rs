@@ -16,7 +16,6 @@ use crate::{
 /// A ring of tiles in shared memory that are filled and read in turn.
 #[derive(Clone, Debug)]
 pub struct TileRing {
-    layout: TileLayout,
     /// The addresses of the tiles, the one to be read now first.
     slots: Vec<Reg<SharedAddress>>,
 }
@@ -37,12 +36,7 @@ impl TileRing {
             let address = k.shared_address(offset + index * layout.bytes());
             slots.push(k.variable(address));
         }
-        TileRing { layout, slots }
-    }
-
-    /// Returns the layout of each tile.
-    pub fn layout(&self) -> TileLayout {
-        self.layout
+        TileRing { slots }
     }
 
     /// Returns the address of the tile `index` places after the one being read now.
