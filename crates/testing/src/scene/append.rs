@@ -151,13 +151,8 @@ impl Scene {
         numbers.append(&append, size, (&places, cache), &starts[0]);
         let mut turned = if in_place { numbers.q.clone() } else { untouched };
         numbers.turn_queries(&append, size, &starts[1], &mut turned);
-        let expected = |name, tensor, element, exact: Vec<f64>| Expected {
-            name,
-            buffer: buffers[&Source::Tensor(tensor)],
-            element,
-            tolerance: vec![0.0; exact.len()],
-            magnitude: exact.iter().map(|value| value.abs()).collect(),
-            exact,
+        let expected = |name, tensor, element, exact: Vec<f64>| {
+            Expected::within(0.0, name, buffers[&Source::Tensor(tensor)], element, exact)
         };
         let Numbers { k, v, scales: [key_scales, value_scales], .. } = numbers;
         let grown: Vec<f64> = (0..batch)
@@ -166,14 +161,7 @@ impl Scene {
             .collect();
         let results = vec![
             // Integers as the floats with the same bits: any wrong bit shows.
-            Expected {
-                name: "lengths after",
-                buffer: after,
-                element: Element::F32,
-                magnitude: grown.clone(),
-                tolerance: vec![0.0; batch],
-                exact: grown,
-            },
+            Expected::within(0.0, "lengths after", after, Element::F32, grown),
             expected("keys", Tensor::Key, append.cache.element, k),
             expected("values", Tensor::Value, append.cache.element, v),
             expected("key scales", Tensor::KeyDescale, Element::F32, key_scales),

@@ -107,15 +107,10 @@ impl Backward {
             flashcore::Backward { inputs: *inputs, output, lse: &self.lse, output_gradient };
         let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
         let [query, key, value, sinks] = gradient_tolerances(problem, *inputs, &exact, &baseline);
-        let of_sinks =
-            exact.sinks(problem).filter(|_| problem.scores.sinks).map(|exact| Expected {
-                name: "gradients of the sinks",
-                buffer: buffers[&Source::Tensor(Role::SinkGradient)],
-                element: Element::F32,
-                magnitude: exact.iter().map(|value| value.abs()).collect(),
-                tolerance: vec![sinks; exact.len()],
-                exact,
-            });
+        let of_sinks = exact.sinks(problem).filter(|_| problem.scores.sinks).map(|exact| {
+            let buffer = buffers[&Source::Tensor(Role::SinkGradient)];
+            Expected::within(sinks, "gradients of the sinks", buffer, Element::F32, exact)
+        });
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let parts = PARTS.into_iter().zip(shapes).zip([query, key, value]);
         let sequences = Sequences::of(problem, *inputs);

@@ -138,14 +138,7 @@ impl Parts {
         let tolerance = tolerance.collect();
         vec![
             Expected { name: "output", buffer: output, element, exact, magnitude, tolerance },
-            Expected {
-                name: "lse",
-                buffer: lse,
-                element: Element::F32,
-                magnitude: exact_lse.iter().map(|value| value.abs()).collect(),
-                tolerance: vec![20.0 * weights; *rows],
-                exact: exact_lse,
-            },
+            Expected::within(20.0 * weights, "lse", lse, Element::F32, exact_lse),
         ]
     }
 }

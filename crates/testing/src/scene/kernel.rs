@@ -26,28 +26,23 @@ impl Kernel {
     /// Returns the properties of an attention kernel. Other kernels get a placeholder, for which
     /// the plan refuses the call.
     pub(super) fn of(kernel: &Configuration) -> Self {
+        let plain = |target, element, dims, rules| Kernel {
+            target,
+            element,
+            cache: Cache::plain(element),
+            dims,
+            rules,
+        };
         match *kernel {
-            Configuration::Scalar(it) => Kernel {
-                target: it.target,
-                element: it.element,
-                cache: Cache::plain(it.element),
-                dims: [it.head_dim, it.value_head_dim],
-                rules: it.rules,
-            },
-            Configuration::Mma(it) => Kernel {
-                target: it.target,
-                element: it.element,
-                cache: Cache::plain(it.element),
-                dims: [it.head_dim, it.value_head_dim],
-                rules: it.rules,
-            },
-            Configuration::Forward(it) => Kernel {
-                target: Target::SM_90A,
-                element: it.element,
-                cache: Cache::plain(it.element),
-                dims: [it.head_dim, it.value_head_dim],
-                rules: it.rules,
-            },
+            Configuration::Scalar(it) => {
+                plain(it.target, it.element, [it.head_dim, it.value_head_dim], it.rules)
+            }
+            Configuration::Mma(it) => {
+                plain(it.target, it.element, [it.head_dim, it.value_head_dim], it.rules)
+            }
+            Configuration::Forward(it) => {
+                plain(Target::SM_90A, it.element, [it.head_dim, it.value_head_dim], it.rules)
+            }
             Configuration::Prefill(it) => {
                 // A prefill kernel treats every mask as a window.
                 let mask = match it.tile.rules.mask {
@@ -64,35 +59,17 @@ impl Kernel {
                     MaskKind::Local => MaskKind::Dense,
                     other => other,
                 };
-                Kernel {
-                    target: it.target,
-                    element: it.element,
-                    cache: it.cache,
-                    dims: [it.head_dim, it.value_head_dim],
-                    rules: Rules { mask, ..it.rules },
-                }
+                let rules = Rules { mask, ..it.rules };
+                let dims = [it.head_dim, it.value_head_dim];
+                Kernel { cache: it.cache, ..plain(it.target, it.element, dims, rules) }
             }
-            Configuration::Backward(it) => Kernel {
-                target: Target::SM_90A,
-                element: it.element,
-                cache: Cache::plain(it.element),
-                dims: [it.head_dim, it.value_head_dim],
-                rules: it.rules,
-            },
-            Configuration::BackwardMma(it) => Kernel {
-                target: it.target,
-                element: it.element,
-                cache: Cache::plain(it.element),
-                dims: [it.head_dim, it.value_head_dim],
-                rules: it.rules,
-            },
-            _ => Kernel {
-                target: Target::SM_80,
-                element: Element::F32,
-                cache: Cache::plain(Element::F32),
-                dims: [8, 8],
-                rules: Rules::DENSE,
-            },
+            Configuration::Backward(it) => {
+                plain(Target::SM_90A, it.element, [it.head_dim, it.value_head_dim], it.rules)
+            }
+            Configuration::BackwardMma(it) => {
+                plain(it.target, it.element, [it.head_dim, it.value_head_dim], it.rules)
+            }
+            _ => plain(Target::SM_80, Element::F32, [8, 8], Rules::DENSE),
         }
     }
 

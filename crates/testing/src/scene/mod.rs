@@ -120,6 +120,27 @@ pub struct Expected {
     pub tolerance: Vec<f64>,
 }
 
+impl Expected {
+    /// Returns a result whose values may all be wrong by as much, each the sum of one term.
+    fn within(
+        tolerance: f64,
+        name: &'static str,
+        buffer: BufferId,
+        element: Element,
+        exact: Vec<f64>,
+    ) -> Self {
+        let magnitude = exact.iter().map(|value| value.abs()).collect();
+        Expected {
+            name,
+            buffer,
+            element,
+            magnitude,
+            tolerance: vec![tolerance; exact.len()],
+            exact,
+        }
+    }
+}
+
 /// The reason why a scene cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SceneError {

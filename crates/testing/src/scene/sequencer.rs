@@ -99,14 +99,7 @@ impl Scene {
         words.resize(memory.bytes(schedule).len() / 4, 0);
         // Words are compared by their bits, read as f32: they are distinct small floats.
         let exact: Vec<f64> = words.iter().map(|word| f32::from_bits(*word).into()).collect();
-        let results = vec![Expected {
-            name: "schedule",
-            buffer: schedule,
-            element: Element::F32,
-            magnitude: exact.clone(),
-            tolerance: vec![0.0; exact.len()],
-            exact,
-        }];
+        let results = vec![Expected::within(0.0, "schedule", schedule, Element::F32, exact)];
         Ok(Scene::single_launch(step, memory, results, size))
     }
 }

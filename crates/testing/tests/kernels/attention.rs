@@ -106,7 +106,7 @@ fn forward_caps_scores() {
             (1e-20, KeyMagnitudes::Uniform),
             (1e20, KeyMagnitudes::Peaks),
         ] {
-            let call = Call { key_magnitudes, ..call(forward, (1, [150, 200], [2, 1])) };
+            let call = call(forward, (1, [150, 200], [2, 1])).with_keys(key_magnitudes);
             is_right_with_cap(call, cap);
         }
     }
@@ -147,10 +147,9 @@ fn forward_shares_keys() {
         // No tile is shared.
         (one, (1, [64, 90], [4, 1]), 2),
     ] {
-        let call = Call {
-            key_magnitudes: KeyMagnitudes::Valley,
-            ..call(forward, size).with_multiprocessors(multiprocessors)
-        };
+        let call = call(forward, size)
+            .with_multiprocessors(multiprocessors)
+            .with_keys(KeyMagnitudes::Valley);
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
     }
     let call = call(one, (1, [64, 320], [5, 1])).with_multiprocessors(3);

@@ -162,20 +162,17 @@ fn decode_over_8_bits_is_attention() {
         call(Decode { element: BF16, rules: every, ..plain(PerHead) }, ragged()),
         Call { order: Order::HeadsFirst, ..call(plain(PerToken), ragged()) },
         Call { order: Order::Padded, ..paged(pages(plain(PerHead)), 5) },
-        Call { key_magnitudes: KeyMagnitudes::Spikes, ..call(plain(PerToken), ragged()) },
-        Call { key_magnitudes: KeyMagnitudes::Valley, ..call(plain(PerHead), ragged()) },
+        call(plain(PerToken), ragged()).with_keys(KeyMagnitudes::Spikes),
+        call(plain(PerHead), ragged()).with_keys(KeyMagnitudes::Valley),
         // Queries beyond the range of f16, and below it.
         call(plain(PerHead), ragged()).with_outliers(1e4),
         call(plain(PerToken), ragged()).with_outliers(3e9),
         call(plain(One), ragged()).with_outliers(1e-12),
-        Call { key_magnitudes: KeyMagnitudes::Nan, ..call(plain(PerHead), ragged()) },
-        Call { key_magnitudes: KeyMagnitudes::Nan, ..call(narrow(E5M2, One, One), ragged()) },
+        call(plain(PerHead), ragged()).with_keys(KeyMagnitudes::Nan),
+        call(narrow(E5M2, One, One), ragged()).with_keys(KeyMagnitudes::Nan),
         call(Decode { target: Target::SM_80, ..narrow(Int8, PerToken, PerToken) }, ragged()),
         paged(pages(wide(Decode { element: F16, ..narrow(Int8, PerHead, One) })), 5),
-        Call {
-            key_magnitudes: KeyMagnitudes::Spikes,
-            ..call(narrow(Int8, PerToken, PerHead), ragged())
-        },
+        call(narrow(Int8, PerToken, PerHead), ragged()).with_keys(KeyMagnitudes::Spikes),
     ] {
         let mut scene = call.scene().unwrap();
         // No number of the cache is rounded, as the plain algorithm would.

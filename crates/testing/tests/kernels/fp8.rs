@@ -80,8 +80,8 @@ fn fp8_is_attention_however_it_is_asked() {
         call(small(), size).with(|it| it.with_descales(keys)),
         halves,
         Call { order: Order::HeadsFirst, ..call(small(), size) },
-        Call { key_magnitudes: KeyMagnitudes::Valley, ..call(small(), (1, [64, 300], [1, 1])) },
-        Call { key_magnitudes: KeyMagnitudes::Spikes, ..call(small(), (1, [64, 300], [1, 1])) },
+        call(small(), (1, [64, 300], [1, 1])).with_keys(KeyMagnitudes::Valley),
+        call(small(), (1, [64, 300], [1, 1])).with_keys(KeyMagnitudes::Spikes),
     ] {
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
     }

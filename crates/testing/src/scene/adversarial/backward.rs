@@ -95,7 +95,7 @@ pub(super) fn calls(
         // So many blocks that looking up half or twice a query's block gives another list; keys at
         // the edges of wide windows weigh most.
         let edges = call([6 * rows - 3, 6 * rows - 3], [2, 1]).with(|it| it.with_scale(scale));
-        all.push(Call { key_magnitudes: KeyMagnitudes::AtDistance(rows + 2), ..edges });
+        all.push(edges.with_keys(KeyMagnitudes::AtDistance(rows + 2)));
         // Scores far below zero, next to which a key beyond the last one, whose score is 0, would
         // weigh more than a float holds: in walks of one step and of several, in either warpgroup,
         // in either row of a thread.
@@ -104,7 +104,7 @@ pub(super) fn calls(
         for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
             let few = Call::new(kernel, batch, lengths, [2, 1]).with_multiprocessors(4);
             let few = few.with(|it| it.with_scale(4.0 * scale));
-            all.push(Call { key_magnitudes: KeyMagnitudes::Large, ..few });
+            all.push(few.with_keys(KeyMagnitudes::Large));
         }
     }
     match mask {

@@ -102,24 +102,18 @@ impl Calls {
             // Parts of the fewest tiles that are worth a part, which the longest sequence decides.
             call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).with_multiprocessors(9),
             // A few keys, all of whose scores are far below zero for some rows.
-            Call {
-                key_magnitudes: KeyMagnitudes::Large,
-                ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2])
-            },
+            call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2]).with_keys(KeyMagnitudes::Large),
             // More sequences than a warp has lanes.
             call(vec![1; 37], many, [2, 1]).with_multiprocessors(4),
-            Call {
-                key_magnitudes: KeyMagnitudes::Valley,
-                ..call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1]).with_multiprocessors(3)
-            },
-            Call {
-                key_magnitudes: KeyMagnitudes::Spikes,
-                ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).with_multiprocessors(3)
-            },
-            Call {
-                key_magnitudes: KeyMagnitudes::Peaks,
-                ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).with_multiprocessors(3)
-            },
+            call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1])
+                .with_multiprocessors(3)
+                .with_keys(KeyMagnitudes::Valley),
+            call(vec![2, 1], vec![3 * round, round + 1], [2, 1])
+                .with_multiprocessors(3)
+                .with_keys(KeyMagnitudes::Spikes),
+            call(vec![2, 1], vec![7 * round, round + 1], [2, 1])
+                .with_multiprocessors(3)
+                .with_keys(KeyMagnitudes::Peaks),
         ]
     }
 
@@ -144,7 +138,7 @@ impl Calls {
         ] {
             let call =
                 call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).with_multiprocessors(teams);
-            all.push(Call { key_magnitudes, ..call });
+            all.push(call.with_keys(key_magnitudes));
         }
         // Any of the parts may have the key that dominates a row.
         for key_magnitudes in [
@@ -154,7 +148,7 @@ impl Calls {
         ] {
             let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1])
                 .with_multiprocessors(40);
-            all.push(Call { key_magnitudes, ..call });
+            all.push(call.with_keys(key_magnitudes));
         }
         all
     }
@@ -334,17 +328,18 @@ fn fixed_splits(it: &Decode, place: PlacementKind) -> Vec<Call> {
         (KeyMagnitudes::LargeFirst(group), 2),
     ] {
         let heads = it.rows as usize;
-        all.push(Call {
-            key_magnitudes,
-            ..call(vec![1, 1], vec![long, split], [heads, 1]).with_multiprocessors(teams)
-        });
+        all.push(
+            call(vec![1, 1], vec![long, split], [heads, 1])
+                .with_multiprocessors(teams)
+                .with_keys(key_magnitudes),
+        );
     }
     // More groups than are loaded at a time.
     for (key_magnitudes, heads) in
         [(KeyMagnitudes::Uniform, 1), (KeyMagnitudes::LargeFirst(group), it.rows as usize)]
     {
         let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).with_multiprocessors(20);
-        all.push(Call { key_magnitudes, ..many });
+        all.push(many.with_keys(key_magnitudes));
     }
     all
 }

@@ -20,28 +20,30 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
         Call::new(kernel, 3, [rows + 5, block + 1], [6, 2]).with_multiprocessors(5),
         Call::new(kernel, 2, [rows + 5, block + 1], [1, 1]),
         // Row maxima that rise during the walk.
-        Call { key_magnitudes: KeyMagnitudes::Valley, ..call([rows - 1, 4 * block], [3, 1]) },
-        Call { key_magnitudes: KeyMagnitudes::Spikes, ..call([rows - 1, 3 * block], [3, 1]) },
-        Call { key_magnitudes: KeyMagnitudes::Peaks, ..call([rows - 1, 7 * block], [3, 1]) },
+        call([rows - 1, 4 * block], [3, 1]).with_keys(KeyMagnitudes::Valley),
+        call([rows - 1, 3 * block], [3, 1]).with_keys(KeyMagnitudes::Spikes),
+        call([rows - 1, 7 * block], [3, 1]).with_keys(KeyMagnitudes::Peaks),
         // More thread blocks than tiles.
         call([rows, 2 * block - 3], [1, 1]).with_multiprocessors(3),
     ];
     if stages > 2 {
         all.push(call([rows, stages * block - 3], [5, 1]));
     }
-    all.extend(alternation_periods(block).map(|of| Call {
-        key_magnitudes: KeyMagnitudes::Alternating(of),
-        ..call([rows - 1, 3 * block], [1, 1])
-    }));
-    all.push(Call { key_magnitudes: KeyMagnitudes::Large, ..call([rows, 2], [3, 1]) });
+    all.extend(
+        alternation_periods(block).map(|of| {
+            call([rows - 1, 3 * block], [1, 1]).with_keys(KeyMagnitudes::Alternating(of))
+        }),
+    );
+    all.push(call([rows, 2], [3, 1]).with_keys(KeyMagnitudes::Large));
     if it.stream_k {
         // One tile in parts of three thread blocks; a thread block with the end of one tile and the
         // beginning of the next.
         all.push(call([rows - 1, 10 * block - 3], [1, 1]).with_multiprocessors(3));
-        all.push(Call {
-            key_magnitudes: KeyMagnitudes::Peaks,
-            ..call([rows, 10 * block], [5, 1]).with_multiprocessors(3)
-        });
+        all.push(
+            call([rows, 10 * block], [5, 1])
+                .with_multiprocessors(3)
+                .with_keys(KeyMagnitudes::Peaks),
+        );
     }
     if it.rules.functions().next().is_some() {
         // Every divisor in a function is used in every part of the walk.
@@ -71,10 +73,8 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
             );
         }
         all.extend(
-            [KeyMagnitudes::Valley, KeyMagnitudes::Peaks].map(|key_magnitudes| Call {
-                key_magnitudes,
-                ..call([2 * rows, 2 * rows], [2, 1])
-            }),
+            [KeyMagnitudes::Valley, KeyMagnitudes::Peaks]
+                .map(|key_magnitudes| call([2 * rows, 2 * rows], [2, 1]).with_keys(key_magnitudes)),
         );
         if it.rules.mask == MaskKind::Local {
             // Windows within a key block, and windows that end at the edges of key blocks.
@@ -95,7 +95,7 @@ pub(super) fn calls(it: &Forward) -> Vec<Call> {
         let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [3, 1]) };
         all.extend(second_block_ends(block).map(|keys| {
             let (lengths, heads) = shape(keys);
-            Call { key_magnitudes: KeyMagnitudes::Valley, ..call(lengths, heads) }
+            call(lengths, heads).with_keys(KeyMagnitudes::Valley)
         }));
     }
     all

@@ -20,22 +20,14 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
             call(vec![rows, 1, 5, 0], vec![block, 3 * block, 1, 7]),
             Call { hostile: true, ..call(vec![rows, 0, 3], vec![block, 0, 2 * block]) },
             Call { hostile: true, ..call(vec![0, 2, 0], vec![0, block + 1, 3]) },
-            Call {
-                key_magnitudes: KeyMagnitudes::Spikes,
-                ..call(vec![rows, 3], vec![3 * block, 2 * block])
-            },
+            call(vec![rows, 3], vec![3 * block, 2 * block]).with_keys(KeyMagnitudes::Spikes),
             call(vec![2 * rows + 3], vec![6 * block + 5]),
             call(vec![2 * rows, 3 * rows], vec![2 * rows, 2 * rows + 1]),
             call(vec![2 * rows, 1], vec![4 * rows, rows])
                 .with(|it| it.with_mask(Mask::window(Some(block), Some(1)))),
-            Call {
-                key_magnitudes: KeyMagnitudes::Peaks,
-                ..call(vec![rows, 3], vec![7 * block, 2 * block])
-            },
-            Call {
-                key_magnitudes: KeyMagnitudes::Valley,
-                ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
-            },
+            call(vec![rows, 3], vec![7 * block, 2 * block]).with_keys(KeyMagnitudes::Peaks),
+            call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
+                .with_keys(KeyMagnitudes::Valley),
         ];
         // Query lengths that end in each pass of copies; windows within a key block, and windows
         // that end at the edges of key blocks.
@@ -56,18 +48,9 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
     ];
     // Accumulation in f16 is not accurate enough for such scores.
     if it.accumulate == ptx::Element::F32 {
-        all.push(Call {
-            key_magnitudes: KeyMagnitudes::Spikes,
-            ..call([rows - 1, 3 * block], [1, 1])
-        });
-        all.push(Call {
-            key_magnitudes: KeyMagnitudes::Valley,
-            ..call([rows - 1, 5 * block], [1, 1])
-        });
-        all.push(Call {
-            key_magnitudes: KeyMagnitudes::Peaks,
-            ..call([rows - 1, 7 * block], [1, 1])
-        });
+        all.push(call([rows - 1, 3 * block], [1, 1]).with_keys(KeyMagnitudes::Spikes));
+        all.push(call([rows - 1, 5 * block], [1, 1]).with_keys(KeyMagnitudes::Valley));
+        all.push(call([rows - 1, 7 * block], [1, 1]).with_keys(KeyMagnitudes::Peaks));
     }
     if it.takes_block_lists() {
         // Lists of no, one and more key blocks, for several heads and sequences.
@@ -76,7 +59,7 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         // Keys at the edges of wide windows weigh most, in so many blocks that what was found for
         // one query block differs from what was found for others.
         let edges = call([12 * rows - 3, 12 * rows - 3], [2, 1]);
-        all.push(Call { key_magnitudes: KeyMagnitudes::AtDistance(rows + 2), ..edges });
+        all.push(edges.with_keys(KeyMagnitudes::AtDistance(rows + 2)));
     }
     if it.rules.mask != MaskKind::Dense {
         all.push(call([rows + 20, block / 2], [2, 1]));
@@ -85,7 +68,7 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         {
             all.extend([0, 1, block - 2].map(|further| {
                 let call = call([3 * rows, 3 * rows + further], [1, 1]);
-                Call { key_magnitudes, ..call }
+                call.with_keys(key_magnitudes)
             }));
         }
     } else {
@@ -96,7 +79,7 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [1, 1]) };
         all.extend(second_block_ends(block).map(|keys| {
             let (lengths, heads) = shape(keys);
-            Call { key_magnitudes: KeyMagnitudes::Valley, ..call(lengths, heads) }
+            call(lengths, heads).with_keys(KeyMagnitudes::Valley)
         }));
     }
     all

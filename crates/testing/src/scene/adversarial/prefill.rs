@@ -36,27 +36,18 @@ pub(super) fn calls(it: &Prefill) -> Vec<Call> {
         // Thread blocks without a tile.
         call(vec![3, 1], vec![block + 1, 2], [1, 1]).with_multiprocessors(5),
         call(vec![2 * rows + 1, 0, 0], vec![block, 7, 2 * block], [1, 1]).with_multiprocessors(5),
-        Call {
-            key_magnitudes: KeyMagnitudes::Valley,
-            ..open(call(vec![rows, 1], vec![4 * block, 5 * block], [1, 1]))
-        },
-        Call {
-            key_magnitudes: KeyMagnitudes::Spikes,
-            ..open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]))
-        },
-        Call {
-            key_magnitudes: KeyMagnitudes::Peaks,
-            ..open(call(vec![rows, 1], vec![7 * block, 3 * block + 1], [1, 1]))
-        },
-        Call {
-            key_magnitudes: KeyMagnitudes::Peaks,
-            ..call(vec![2 * rows], vec![2 * rows], [2, 1])
-        },
+        open(call(vec![rows, 1], vec![4 * block, 5 * block], [1, 1]))
+            .with_keys(KeyMagnitudes::Valley),
+        open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]))
+            .with_keys(KeyMagnitudes::Spikes),
+        open(call(vec![rows, 1], vec![7 * block, 3 * block + 1], [1, 1]))
+            .with_keys(KeyMagnitudes::Peaks),
+        call(vec![2 * rows], vec![2 * rows], [2, 1]).with_keys(KeyMagnitudes::Peaks),
         Call { hostile: true, ..call(vec![rows, 0, 1], vec![block, 0, 2 * block], [1, 1]) },
     ];
     for of in alternation_periods(block) {
         let call = open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]));
-        all.push(Call { key_magnitudes: KeyMagnitudes::Alternating(of), ..call });
+        all.push(call.with_keys(KeyMagnitudes::Alternating(of)));
     }
     // The mask's edges at the edges of key blocks; a tile that sees no key.
     for [left, right] in [[block - 1, 0], [block, 1], [1, block], [5, 0], [3, block - 2]] {

@@ -167,6 +167,11 @@ impl Call {
         })
     }
 
+    /// Returns the call with keys of these magnitudes.
+    pub fn with_keys(self, key_magnitudes: KeyMagnitudes) -> Self {
+        Call { key_magnitudes, ..self }
+    }
+
     /// Sets the number of multiprocessors.
     pub fn with_multiprocessors(self, multiprocessors: u32) -> Self {
         Call { multiprocessors, ..self }
