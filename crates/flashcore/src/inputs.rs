@@ -77,6 +77,12 @@ pub struct InputTensors {
 }
 
 impl InputTensors {
+    /// Returns inputs without slopes, sinks and descale factors.
+    pub fn new(query: Tensor, key: Tensor, value: Tensor) -> Self {
+        let (slopes, sinks, descales) = (None, None, Descales::default());
+        InputTensors { query, key, value, slopes, sinks, descales }
+    }
+
     /// Returns standard normal tensors for a problem; the same seed gives the same tensors
     /// everywhere. ALiBi slopes are those of the paper, falling from head to head by a constant
     /// factor.

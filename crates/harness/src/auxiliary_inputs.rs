@@ -164,14 +164,7 @@ impl AuxiliaryInputs {
 fn nothing() -> InputTensors {
     let empty = Tensor::zeros(flashcore::DType::F16, Shape::new(0, 0, 0, 0));
     let empty = empty.expect("nothing can be allocated");
-    InputTensors {
-        query: empty.clone(),
-        key: empty.clone(),
-        value: empty,
-        slopes: None,
-        sinks: None,
-        descales: Descales::default(),
-    }
+    InputTensors::new(empty.clone(), empty.clone(), empty)
 }
 
 /// Draws lengths and tables.

@@ -2,8 +2,8 @@
 
 use flashcore::serving::Sequences;
 use flashcore::{
-    DType, Descales, InputError, InputTensors, Inputs, Layout, Output, Problem, Progress, Shape,
-    Tensor, TensorError,
+    DType, InputError, InputTensors, Inputs, Layout, Output, Problem, Progress, Shape, Tensor,
+    TensorError,
 };
 use testing::Verdict;
 use testing::check::Outcome;
@@ -34,14 +34,11 @@ pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
 /// The inputs of a problem from the bytes of contiguous memory.
 pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Error> {
     let types = problem.dtypes;
-    Ok(InputTensors {
-        query: tensor(types.query, problem.query_shape(), bytes[0])?,
-        key: tensor(types.key, problem.key_shape(), bytes[1])?,
-        value: tensor(types.value, problem.value_shape(), bytes[2])?,
-        slopes: None,
-        sinks: None,
-        descales: Descales::default(),
-    })
+    Ok(InputTensors::new(
+        tensor(types.query, problem.query_shape(), bytes[0])?,
+        tensor(types.key, problem.key_shape(), bytes[1])?,
+        tensor(types.value, problem.value_shape(), bytes[2])?,
+    ))
 }
 
 /// The expected results for some inputs, over as many rows as there is time for.

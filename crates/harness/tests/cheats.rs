@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use flashcore::{
-    Backend, CpuBackend, DType, DTypes, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
+    Backend, CpuBackend, DType, DTypes, InputTensors, Mask, Problem, RunOptions, Tensor,
 };
 use flashcore_harness as harness;
 use harness::Error;
@@ -252,15 +252,8 @@ impl Subject for Host {
             }
             Behaviour::LowPrecision => {
                 cost = QUICK;
-                let inputs = InputTensors {
-                    query: rounded(&inputs.query),
-                    key: rounded(&inputs.key),
-                    value: rounded(&inputs.value),
-                    slopes: None,
-                    sinks: None,
-                    descales: Descales::default(),
-                };
-                self.attend(&problem, &inputs)
+                let [query, key, value] = [&inputs.query, &inputs.key, &inputs.value].map(rounded);
+                self.attend(&problem, &InputTensors::new(query, key, value))
             }
             Behaviour::DividesAGraph => {
                 if self.calls % 10 != 1 {

@@ -66,6 +66,34 @@ pub enum Configuration {
     Ceiling(Ceiling),
 }
 
+/// Evaluates an expression over what a configuration of any kind holds.
+macro_rules! of_each_kind {
+    ($configuration:expr, $it:ident => $body:expr) => {
+        match $configuration {
+            Configuration::Scalar($it) => $body,
+            Configuration::Mma($it) => $body,
+            Configuration::Forward($it) => $body,
+            Configuration::Prefill($it) => $body,
+            Configuration::Sequencer($it) => $body,
+            Configuration::BlockFinder($it) => $body,
+            Configuration::BlockLister($it) => $body,
+            Configuration::TileSharer($it) => $body,
+            Configuration::Combine($it) => $body,
+            Configuration::Decode($it) => $body,
+            Configuration::Append($it) => $body,
+            Configuration::Widen($it) => $body,
+            Configuration::Backward($it) => $body,
+            Configuration::BackwardMma($it) => $body,
+            Configuration::RowSums($it) => $body,
+            Configuration::Rounding($it) => $body,
+            Configuration::SinkGradients($it) => $body,
+            Configuration::Single($it) => $body,
+            Configuration::Product($it) => $body,
+            Configuration::Ceiling($it) => $body,
+        }
+    };
+}
+
 impl Configuration {
     /// Returns the name of the kernel family, without the configuration.
     pub fn family(&self) -> &'static str {
@@ -95,28 +123,7 @@ impl Configuration {
 
     /// Returns the name of the configuration, which is also that of the kernel's entry point.
     pub fn name(&self) -> String {
-        match self {
-            Configuration::Scalar(configuration) => configuration.name(),
-            Configuration::Mma(configuration) => configuration.name(),
-            Configuration::Forward(configuration) => configuration.name(),
-            Configuration::Prefill(configuration) => configuration.name(),
-            Configuration::Sequencer(configuration) => configuration.name(),
-            Configuration::BlockFinder(configuration) => configuration.name(),
-            Configuration::BlockLister(configuration) => configuration.name(),
-            Configuration::TileSharer(configuration) => configuration.name(),
-            Configuration::Combine(configuration) => configuration.name(),
-            Configuration::Decode(configuration) => configuration.name(),
-            Configuration::Append(configuration) => configuration.name(),
-            Configuration::Widen(configuration) => configuration.name(),
-            Configuration::Backward(configuration) => configuration.name(),
-            Configuration::BackwardMma(configuration) => configuration.name(),
-            Configuration::RowSums(configuration) => configuration.name(),
-            Configuration::Rounding(configuration) => configuration.name(),
-            Configuration::SinkGradients(configuration) => configuration.name(),
-            Configuration::Single(configuration) => configuration.name(),
-            Configuration::Product(configuration) => configuration.name(),
-            Configuration::Ceiling(configuration) => configuration.name(),
-        }
+        of_each_kind!(self, it => it.name())
     }
 
     /// Returns what the kernel computes, in a few words.
@@ -172,28 +179,7 @@ impl Configuration {
 
     /// Builds the program of this configuration.
     pub fn program(&self) -> Result<Program, Error> {
-        match self {
-            Configuration::Scalar(configuration) => configuration.program(),
-            Configuration::Mma(configuration) => configuration.program(),
-            Configuration::Forward(configuration) => configuration.program(),
-            Configuration::Prefill(configuration) => configuration.program(),
-            Configuration::Sequencer(configuration) => configuration.program(),
-            Configuration::BlockFinder(configuration) => configuration.program(),
-            Configuration::BlockLister(configuration) => configuration.program(),
-            Configuration::TileSharer(configuration) => configuration.program(),
-            Configuration::Combine(configuration) => configuration.program(),
-            Configuration::Decode(configuration) => configuration.program(),
-            Configuration::Append(configuration) => configuration.program(),
-            Configuration::Widen(configuration) => configuration.program(),
-            Configuration::Backward(configuration) => configuration.program(),
-            Configuration::BackwardMma(configuration) => configuration.program(),
-            Configuration::RowSums(configuration) => configuration.program(),
-            Configuration::Rounding(configuration) => configuration.program(),
-            Configuration::SinkGradients(configuration) => configuration.program(),
-            Configuration::Single(configuration) => configuration.program(),
-            Configuration::Product(configuration) => configuration.program(),
-            Configuration::Ceiling(configuration) => configuration.program(),
-        }
+        of_each_kind!(self, it => it.program())
     }
 }
 
@@ -256,16 +242,9 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
 fn forwards() -> Vec<Forward> {
     let mut all = every_tuned();
     for (index, dim) in [8, 40, 72, 136, 200, 248].into_iter().enumerate() {
-        let workload = Workload {
-            element: if index % 2 == 0 { Element::BF16 } else { Element::F16 },
-            head_dim: dim,
-            value_head_dim: dim,
-            rules: if index % 2 == 0 { Rules::CAUSAL } else { Rules::DENSE },
-            query_length: 512,
-            key_length: 512,
-            heads: 8,
-            multiprocessors: 132,
-        };
+        let (element, rules) =
+            [(Element::BF16, Rules::CAUSAL), (Element::F16, Rules::DENSE)][index % 2];
+        let workload = Workload { heads: 8, ..workload(element, dim, rules, 512) };
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all.extend(ruled_forwards());
@@ -273,17 +252,8 @@ fn forwards() -> Vec<Forward> {
     // Stream-K, at the head dimensions where the planner uses it.
     let elements = [Element::BF16, Element::F16];
     for (dim, element) in [64, 128, 256].into_iter().flat_map(|dim| elements.map(|it| (dim, it))) {
-        let workload = Workload {
-            element,
-            head_dim: dim,
-            value_head_dim: dim,
-            rules: Rules::DENSE,
-            query_length: 4096,
-            key_length: 4096,
-            heads: 64,
-            multiprocessors: 132,
-        };
-        let chosen = tuned(&workload).map(|tuned| tuned.configuration);
+        let chosen =
+            tuned(&workload(element, dim, Rules::DENSE, 4096)).map(|tuned| tuned.configuration);
         all.extend(chosen.map(|chosen| Forward { stream_k: true, ..chosen }));
     }
     for full in all.clone() {
@@ -372,17 +342,21 @@ fn ruled_forwards() -> Vec<Forward> {
 
 /// Returns the forward configuration that is chosen for long sequences.
 fn chosen((element, dim, rules): (Element, u32, Rules)) -> Option<Forward> {
-    let workload = Workload {
+    tuned(&workload(element, dim, rules, 8192)).map(|tuned| tuned.configuration)
+}
+
+/// Returns self-attention of sequences of a length, with 64 heads in all, on an H200.
+fn workload(element: Element, dim: u32, rules: Rules, length: u64) -> Workload {
+    Workload {
         element,
         head_dim: dim,
         value_head_dim: dim,
         rules,
-        query_length: 8192,
-        key_length: 8192,
+        query_length: length,
+        key_length: length,
         heads: 64,
         multiprocessors: 132,
-    };
-    tuned(&workload).map(|tuned| tuned.configuration)
+    }
 }
 
 /// Returns ragged configurations with a chunked mask: plain, with pages, and with all score rules.
@@ -479,25 +453,17 @@ fn add_new(all: &mut Vec<Configuration>, kernels: impl IntoIterator<Item = Confi
 fn mmas(target: Target) -> Vec<Mma> {
     use Element::{BF16, F16, F32};
     let cases = [
-        (BF16, (64, 64), true, 4096, 1024, F32),
-        (F16, (64, 64), false, 4096, 1024, F16),
-        (BF16, (128, 128), false, 4096, 1024, F32),
-        (F16, (128, 128), true, 4096, 1024, F32),
-        (F16, (128, 128), true, 4096, 1024, F16),
-        (BF16, (256, 256), true, 4096, 1024, F32),
-        (BF16, (128, 128), false, 1, 8, F32),
+        (BF16, 64, Rules::CAUSAL, 4096, 1024, F32),
+        (F16, 64, Rules::DENSE, 4096, 1024, F16),
+        (BF16, 128, Rules::DENSE, 4096, 1024, F32),
+        (F16, 128, Rules::CAUSAL, 4096, 1024, F32),
+        (F16, 128, Rules::CAUSAL, 4096, 1024, F16),
+        (BF16, 256, Rules::CAUSAL, 4096, 1024, F32),
+        (BF16, 128, Rules::DENSE, 1, 8, F32),
     ];
-    let chosen = |(element, (head_dim, value_head_dim), causal, query_length, heads, sums)| {
-        let workload = Workload {
-            element,
-            head_dim,
-            value_head_dim,
-            rules: if causal { Rules::CAUSAL } else { Rules::DENSE },
-            query_length,
-            key_length: 4096,
-            heads,
-            multiprocessors: 128,
-        };
+    let chosen = |(element, dim, rules, query_length, heads, sums)| {
+        let all = workload(element, dim, rules, 4096);
+        let workload = Workload { query_length, heads, multiprocessors: 128, ..all };
         mma::tuned(target, &workload, sums).map(|tuned| tuned.configuration)
     };
     cases.into_iter().filter_map(chosen).collect()
@@ -523,16 +489,8 @@ fn ragged_mmas(target: Target) -> Vec<Mma> {
         (BF16, 256, Rules::LOCAL, Batch::Paged),
     ];
     let chosen = |(element, dim, rules, batch)| {
-        let workload = Workload {
-            element,
-            head_dim: dim,
-            value_head_dim: dim,
-            rules,
-            query_length: 4096,
-            key_length: 4096,
-            heads: 1024,
-            multiprocessors: 128,
-        };
+        let all = workload(element, dim, rules, 4096);
+        let workload = Workload { heads: 1024, multiprocessors: 128, ..all };
         mma::tuned_batch(target, &workload, Element::F32, batch).map(|tuned| tuned.configuration)
     };
     cases.into_iter().filter_map(chosen).collect()
@@ -618,22 +576,13 @@ fn products() -> Vec<Product> {
                 for b in [Contiguous::Inner, Contiguous::Outer] {
                     for source in [Source::Shared, Source::Registers] {
                         for cluster in [1, 2] {
-                            for columns in [64, 256] {
-                                let stages = 3;
-                                let product = Product {
-                                    element,
-                                    columns,
-                                    swizzle,
-                                    a,
-                                    b,
-                                    source,
-                                    stages,
-                                    cluster,
-                                };
-                                if source == Source::Shared || a == Contiguous::Inner {
-                                    all.push(product);
-                                }
+                            if source == Source::Registers && a == Contiguous::Outer {
+                                continue;
                             }
+                            all.extend([64, 256].map(|columns| {
+                                let stages = 3;
+                                Product { element, columns, swizzle, a, b, source, stages, cluster }
+                            }));
                         }
                     }
                 }
@@ -672,16 +621,8 @@ mod tests {
         for tile in prefills {
             let Forward { element, head_dim, value_head_dim, rules, form, output, .. } = tile;
             let is_chosen = [(1, 1), (1024, 64), (8192, 64)].into_iter().any(|(length, heads)| {
-                let workload = Workload {
-                    element,
-                    head_dim,
-                    value_head_dim,
-                    rules,
-                    query_length: length,
-                    key_length: length,
-                    heads,
-                    multiprocessors: 132,
-                };
+                let square = workload(element, head_dim, rules, length);
+                let workload = Workload { value_head_dim, heads, ..square };
                 [rules.mask, MaskKind::Causal].into_iter().any(|mask| {
                     let rules = Rules { mask, ..rules };
                     let chosen = tuned_prefill(&Workload { rules, ..workload });

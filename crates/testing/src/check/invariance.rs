@@ -13,8 +13,8 @@ use flashcore::plan::Arrangement;
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Backend, DType, Descales, Error, InputTensors, Layout, Mask, Output, Problem, Progress,
-    RunOptions, Shape, Tensor,
+    Backend, DType, Error, InputTensors, Layout, Mask, Output, Problem, Progress, RunOptions,
+    Shape, Tensor,
 };
 
 use crate::rng::Rng;
@@ -187,14 +187,11 @@ impl Invariance {
         let value_shape = Shape { dim: self.problem.value_head_dim, ..key_shape };
         let first_query = |member: &Member| member.queries.start;
         let [query, key, value] = &self.rows;
-        let tensors = InputTensors {
-            query: self.gather(query, query_shape, &queries, members, first_query)?,
-            key: self.gather(key, key_shape, &keys, members, |_| 0)?,
-            value: self.gather(value, value_shape, &keys, members, |_| 0)?,
-            slopes: None,
-            sinks: None,
-            descales: Descales::default(),
-        };
+        let tensors = InputTensors::new(
+            self.gather(query, query_shape, &queries, members, first_query)?,
+            self.gather(key, key_shape, &keys, members, |_| 0)?,
+            self.gather(value, value_shape, &keys, members, |_| 0)?,
+        );
         Ok((Sequences::new(self.problem.clone(), queries, keys)?, tensors))
     }
 

@@ -112,9 +112,7 @@ impl Case {
             query: self.order.arrange(self.fill(&random.query, Role::Query)?)?,
             key: self.order.arrange(self.fill(&random.key, Role::Key)?)?,
             value: self.order.arrange(self.fill(&random.value, Role::Value)?)?,
-            slopes: random.slopes,
-            sinks: random.sinks,
-            descales: random.descales,
+            ..random
         })
     }
 
