@@ -21,6 +21,7 @@ mod test;
 #[path = "../../crates/cuda/src/toolkit/mod.rs"]
 mod toolkit;
 mod tools;
+mod virtual_gpu;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -20,10 +20,10 @@ use std::time::Instant;
 
 use crate::process::{self, cargo, program, run};
 use crate::table::table;
-use crate::{Outcome, outside, python, root, target, tools};
+use crate::{Outcome, outside, python, root, target, tools, virtual_gpu};
 
 /// The result of a check: a few words about what passed, or everything about what did not.
-type Finding = Result<String, String>;
+pub(crate) type Finding = Result<String, String>;
 
 struct Check {
     name: &'static str,
@@ -41,7 +41,7 @@ struct Checked {
     seconds: f64,
 }
 
-const CHECKS: [Check; 12] = [
+const CHECKS: [Check; 13] = [
     Check { name: "format", run: format, slow: false, parallel: false },
     Check { name: "clippy", run: clippy, slow: false, parallel: false },
     Check { name: "cpu only", run: cpu_only, slow: true, parallel: false },
@@ -58,6 +58,7 @@ const CHECKS: [Check; 12] = [
     Check { name: "tests", run: tests, slow: false, parallel: false },
     Check { name: "attend", run: attend, slow: true, parallel: false },
     Check { name: "check", run: check, slow: true, parallel: false },
+    Check { name: "virtual", run: virtual_gpu::check, slow: true, parallel: false },
     Check { name: "python", run: python::test, slow: true, parallel: true },
 ];
 

@@ -48,7 +48,7 @@ fn main() -> Result<(), Error> {
             backend.run(problem, tensors.inputs(), &options)?;
             best[0] = best[0].min(begin.elapsed().as_secs_f64());
             let begin = Instant::now();
-            let backward = Backward::new(tensors.inputs(), saved, gradient);
+            let backward = Backward::new(tensors.inputs(), saved, &*gradient);
             backend.run_backward(problem, backward, &options)?;
             best[1] = best[1].min(begin.elapsed().as_secs_f64());
         }

@@ -1,0 +1,86 @@
+//! The virtual GPU: a driver's library that runs kernels in the simulator (`crates/virtual-gpu`).
+//! With it, what the other checks leave to machines with a GPU runs on any: planning for a device,
+//! arguments, tensor maps, workspaces, launches, and the text of kernels.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::process::{cargo, program, run};
+use crate::test::Finding;
+use crate::{root, target};
+
+/// Small problems over all masks, rules, element types and storages, for the kernels of [`FORWARD`].
+const FORWARD_PROBLEMS: [&str; 13] = [
+    "b=2,h=4,hk=2,s=150,d=64,bf16,causal",
+    "h=2,s=200,d=128,f16",
+    "h=1,s=70,sk=190,d=256,bf16,causal",
+    "h=2,s=130,d=192,dv=128,bf16,causal",
+    "h=2,s=90,d=40,f16,window=30:10",
+    "h=2,s=140,d=64,bf16,causal,softcap=20",
+    "h=2,s=100,d=128,f16,causal,alibi,sinks",
+    "h=2,s=160,d=128,bf16,chunk=60,causal",
+    "b=2,h=2,s=180,d=128,e4m3",
+    "b=2,h=8,hk=2,s=1,sk=700,d=128,bf16,causal",
+    "b=2,h=4,hk=2,s=1,sk=300,d=64,q=f16,k=e4m3,v=e4m3,k_descale=head,v_descale=head",
+    "b=3,h=2,s=120,d=64,bf16,causal,queries=packed:250,keys=packed:250",
+    "b=2,h=4,hk=2,s=3,sk=208,d=128,bf16,causal,keys=pages:16:13:30,key_lengths",
+];
+
+/// The kernels that they are for. The scalar kernel takes a minute for them in the simulator, and has
+/// one of its own.
+const FORWARD: [&str; 4] = ["forward", "prefill", "mma", "decode"];
+
+/// Problems for all kernels that serve them.
+const OTHER_PROBLEMS: [&str; 5] = [
+    "h=1,s=40,d=32,f32,causal",
+    "h=2,s=150,d=64,bf16,causal,backward",
+    "h=2,s=100,d=128,f16,window=40:0,sinks,backward",
+    "h=4,hk=1,s=90,d=128,bf16,softcap=15,backward,deterministic",
+    "b=3,h=2,s=100,d=64,f16,causal,queries=packed:200,keys=packed:200,backward",
+];
+
+/// All hazards are looked for, under random schedules.
+const OPTIONS: &str = "checked,policy=random,seed=1";
+
+/// Checks problems on the virtual GPU, and runs the driver layer's own tests there.
+pub(crate) fn check(verbose: bool) -> Finding {
+    let folder = lay_out(verbose, false)?;
+    let run = |mut command: Command| {
+        command.env("LD_LIBRARY_PATH", &folder).env("FLASHCORE_VIRTUAL_GPU", OPTIONS);
+        command.env("FLASHCORE_CACHE", folder.join("cache"));
+        run(command, verbose)
+    };
+    let check = |kernel: Option<&str>, problems: &[&str]| {
+        let mut command = program(target().join("debug/flashcore"));
+        command.args(["check", "--backend", "gpu"]);
+        command.args(kernel.iter().flat_map(|kernel| ["--kernel", kernel]));
+        command.args(problems.iter().flat_map(|problem| ["--problem", problem]));
+        run(command)
+    };
+    for kernel in FORWARD {
+        check(Some(kernel), &FORWARD_PROBLEMS)?;
+    }
+    check(None, &OTHER_PROBLEMS)?;
+    run(cargo(&["test", "--workspace", "--test", "device"]))?;
+    Ok(format!("{} problems", FORWARD_PROBLEMS.len() + OTHER_PROBLEMS.len()))
+}
+
+/// Builds the library, and returns a folder that has it as `libcuda.so.1`.
+pub(crate) fn lay_out(verbose: bool, release: bool) -> Result<PathBuf, String> {
+    let mut build = cargo(&["build", "--package", "flashcore-virtual-gpu"]);
+    if release {
+        build.arg("--release");
+    }
+    run(build, verbose)?;
+    let profile = if release { "release" } else { "debug" };
+    let folder = root().join("target/virtual-gpu").join(profile);
+    let library = target().join(profile).join("libflashcore_virtual_gpu.so");
+    let link = folder.join("libcuda.so.1");
+    let laid_out = fs::create_dir_all(&folder).and_then(|()| {
+        let _ = fs::remove_file(&link);
+        std::os::unix::fs::symlink(&library, &link)
+    });
+    laid_out.map_err(|error| format!("cannot write {}: {error}", link.display()))?;
+    Ok(folder)
+}
