@@ -105,6 +105,7 @@ def test_operators_of_packed_rows_behind_the_switch():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.hardware
 def test_pytorchs_attention_runs_on_flashcore(shared):
     torch.manual_seed(0)
     make = lambda heads: torch.randn(2, heads, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # noqa: E731

@@ -12,7 +12,7 @@ from distributed_cases import VARIANTS, cases
 from flashcore import flash_attn_with_kvcache
 from flashcore.distributed import append, context_parallel_attention, decode
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
 
 def check(transport, variant, case, dtype, tolerance, dim=64):

@@ -584,6 +584,7 @@ def test_a_mask_that_is_a_tensor_is_deterministic_where_asked(deterministic, dev
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_gradients_through_a_mask_that_is_a_tensor_are_the_same_twice():
     """Many blocks of keys for each block of queries, whose parts of gradients meet in any order unless asked."""
     given = [x.requires_grad_() for x in tensors("cuda", 2, 8, 2048, 2048, 128, key_heads=2)]
@@ -777,6 +778,7 @@ def test_autocast_chooses_the_element_type():
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_blocks_between_documents_are_not_loaded():
     """Lists of key blocks from what is in the tensors of a mask: right where documents begin anywhere."""
     generator = torch.Generator().manual_seed(11)
@@ -814,6 +816,7 @@ def test_blocks_between_documents_are_not_loaded():
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_blocks_are_found_in_graphs():
     """A graph that was captured before they were known finds them each time; one that was captured later has them."""
     length = 1024
@@ -848,6 +851,7 @@ def test_blocks_are_found_in_graphs():
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_functions_run_in_graphs():
     q, k, v = tensors("cuda", dim=64)
     bias = torch.randn(KEYS, device="cuda")
@@ -936,6 +940,7 @@ def test_block_masks_of_pytorch(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_nothing_waits_for_a_block_mask_that_changes():
     """The memory of lists that nobody needs any more is used again on the same stream: to free it would be to wait."""
     from torch.nn.attention.flex_attention import create_block_mask

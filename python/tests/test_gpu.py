@@ -13,7 +13,7 @@ import flashcore
 from flashcore import flash_attn_func, scaled_dot_product_attention
 from test_torch import block, check, near, plain, random, three
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
 # About 50 ms on any GPU of the last years.
 NAP = 100_000_000

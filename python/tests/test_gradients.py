@@ -562,6 +562,7 @@ def test_a_training_step(attention, device):
 
 @every_device
 @pytest.mark.parametrize("attention", WAYS)
+@pytest.mark.hardware
 def test_compile_a_training_step(attention, device):
     dtype, tolerance = precision(device)
     model = blocks(attention, device, dtype)

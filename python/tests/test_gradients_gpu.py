@@ -11,7 +11,7 @@ import flashcore
 from flashcore import flash_attn_func, flash_attn_qkvpacked_func
 from test_gradients import FUNCTIONS, blocks, near, over_packed, random, random_cases, step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
 NAP = 100_000_000
 

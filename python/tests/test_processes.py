@@ -167,6 +167,7 @@ def test_a_gpu_that_was_used_before_a_fork_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.hardware
 def test_a_gpu_that_was_opened_before_a_fork_is_refused():
     run(
         """

@@ -243,6 +243,7 @@ def test_pages_and_heads_at_the_edges(dim, size):
     check_sequences(output, lse, q, k8, v8, scales, places, (70, 33))
 
 
+@pytest.mark.hardware
 def test_a_graph_is_right_as_an_8_bit_cache_grows():
     k8, v8, scales, places = caches(torch.float8_e4m3fn, "token", True, seed=3)
     q = random(4, 1, 8, 128, device="cuda")

@@ -11,7 +11,7 @@ from flashcore import flash_attn_combine, flash_attn_func, flash_attn_varlen_fun
 from test_gpu import NAP, Foreign
 from test_serving_torch import Decoder, angles, check, decoder, ints, plain, random, starts, rotated
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
 
 class Step:

@@ -424,6 +424,7 @@ def decoder(device):
 
 @every_device
 @torch.no_grad()
+@pytest.mark.hardware
 def test_compile_in_one_graph(device):
     model, (k_cache, v_cache, lengths, *others) = decoder(device)
     # Generated code may round elsewhere than eager; on a CPU it wants a C++ compiler besides.

@@ -84,6 +84,7 @@ def compare(inputs, causal, scale, call):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.hardware
 def test_a_sample_of_pytorchs_grid(case, switched):
     batch, queries, keys, dim, causal, dtype, factor, groups, how = case
     torch.manual_seed(0)
@@ -107,6 +108,7 @@ def test_what_is_built_on_it(switched):
         assert torch.allclose(layer(x).float(), out.float(), atol=5e-2)
 
 
+@pytest.mark.hardware
 def test_graphs_and_the_compiler(switched):
     torch.manual_seed(0)
     inputs = [laid((2, 4, 130, 64), torch.bfloat16, "whole") for _ in range(3)]

@@ -172,6 +172,7 @@ def near(found, expected, tolerance=2e-2):
 
 @every_device
 @torch.no_grad()
+@pytest.mark.hardware
 def test_compile_in_one_graph(device):
     model = block(device)
     # Generated code may round elsewhere than eager; on a CPU it wants a C++ compiler besides.

@@ -102,6 +102,7 @@ def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
 
 
 @every_device
+@pytest.mark.hardware
 def test_the_example_trains(device):
     done = subprocess.run(
         [sys.executable, EXAMPLE, "--steps", "12", "--device", device], capture_output=True, text=True, timeout=300,

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::process::{program, run, run_captured, run_in_terminal};
-use crate::{Outcome, hub, root, tools};
+use crate::{Outcome, hub, root, tools, virtual_gpu};
 
 /// Builds wheels.
 const BUILD: [&str; 1] = ["maturin==1.16.0"];
@@ -122,8 +122,9 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
     let laid = tools::folder().join("hub");
     hub::lay_out(&python, &built(&folder, "whl")?, &laid)?;
     let mut tests = program(&python);
-    tests.args(["-m", "pytest", "--quiet", "-rs"]).env("FLASHCORE_HUB", laid);
+    tests.args(["-m", "pytest", "--quiet", "-rs"]).env("FLASHCORE_HUB", &laid);
     let summary = Summary::of(&run(tests, verbose)?.log);
+    let on_virtual_gpu = virtual_gpu_tests(&python, &laid, verbose)?;
     match summary.skipped.iter().find(|(reason, _)| reason.contains("could not import")) {
         // All of them were installed.
         Some((reason, count)) => Err(format!("{count} tests of Python were skipped: {reason}")),
@@ -131,9 +132,22 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
             for (reason, count) in &summary.skipped {
                 println!("python   {count} tests skipped: {reason}");
             }
-            Ok(summary.to_string())
+            Ok(format!("{summary}; {on_virtual_gpu} passed on the virtual GPU"))
         }
     }
+}
+
+/// Runs the tests that need a GPU on the virtual one; returns how many passed. Where there is a real
+/// GPU, they have run there.
+fn virtual_gpu_tests(python: &Path, hub: &Path, verbose: bool) -> Result<usize, String> {
+    if Path::new("/dev/nvidiactl").exists() {
+        return Ok(0);
+    }
+    let library = virtual_gpu::lay_out(verbose, true)?.join("libcuda.so.1");
+    let mut tests = program(python);
+    tests.arg("python/tests/virtual_gpu").arg(library).args(["--quiet", "python/tests"]);
+    tests.env("FLASHCORE_HUB", hub);
+    Ok(Summary::of(&run(tests, verbose)?.log).passed)
 }
 
 /// The Python that runs the tests.

@@ -13,6 +13,12 @@ TO_DEVICE, TO_HOST = 1, 2
 KEPT = ("empty", "new_empty", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "detach", "lift", "clone",
         "_to_copy", "to_", "_resize", "alias")  # fmt: skip
 
+# Where a GPU has a kernel and the host has none.
+SUBSTITUTES = {
+    # Of integers.
+    "aten::histc": lambda tensor, *args, **kwargs: torch.histc(tensor.double(), *args, **kwargs).to(tensor.dtype),
+}
+
 _runtime = ctypes.CDLL(None)
 _runtime.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -33,11 +39,15 @@ def _to_host(tensor):
     storage = tensor.untyped_storage()
     host = torch.UntypedStorage(storage.nbytes())
     _copy(host.data_ptr(), storage.data_ptr(), storage.nbytes(), TO_HOST)
-    return _over(host, tensor)
+    twin = _over(host, tensor)
+    return torch._neg_view(twin) if tensor.is_neg() else twin
 
 
 def _to_device(tensor):
     """The same tensor on the GPU; strides with gaps are not kept."""
+    if tensor.is_sparse:
+        parts = (_to_device(part) for part in (tensor._indices(), tensor._values()))
+        return torch.sparse_coo_tensor(*parts, tensor.size())
     dense = tensor if is_non_overlapping_and_dense_or_false(tensor) else tensor.contiguous()
     result = torch.empty_strided(dense.size(), dense.stride(), dtype=dense.dtype, device="cuda")
     _copy(result.data_ptr(), dense.data_ptr(), dense.numel() * dense.element_size(), TO_DEVICE)
@@ -60,6 +70,7 @@ def _is_on_gpu(value):
 def _on_host(operator):
     """An operator that computes on the host what it is asked for on the GPU."""
     arguments = operator._schema.arguments
+    compute = SUBSTITUTES.get(operator._schema.name, operator)
     written = [(at, it.name) for at, it in enumerate(arguments) if it.alias_info and it.alias_info.is_write]
 
     def run(*args, **kwargs):
@@ -76,7 +87,7 @@ def _on_host(operator):
                 return None
             return value
 
-        result = operator(*tree_map(host, args), **tree_map(host, kwargs))
+        result = compute(*tree_map(host, args), **tree_map(host, kwargs))
 
         def write_back(value):
             if _is_on_gpu(value):
