@@ -41,6 +41,7 @@ Tasks:
   book                        render the pages of docs/ into target/book/, with mdbook
   miri                        what Miri can run, under it; wants the nightly toolchain
   sanitize                    Python's tests of memory, with an extension that AddressSanitizer watches
+  virtual-gpu                 build the driver's library whose GPU is the simulator
   notes [VERSION]             print what the changelog says of a version, or of what is to come
   bless                       run the tests and accept what they print as the new snapshots
 ";
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         ["book"] => book::book(),
         ["miri"] => miri::miri(),
         ["sanitize"] => sanitize::sanitize(),
+        ["virtual-gpu"] => virtual_gpu::build(),
         ["notes"] => release::notes(None),
         ["notes", version] => release::notes(Some(version)),
         ["bless"] => bless::bless(),

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use crate::process::{cargo, program, run};
 use crate::test::Finding;
-use crate::{root, target};
+use crate::{Outcome, root, target};
 
 /// Small problems over all masks, rules, element types and storages, for the kernels of [`FORWARD`].
 const FORWARD_PROBLEMS: [&str; 13] = [
@@ -64,6 +64,12 @@ pub(crate) fn check(verbose: bool) -> Finding {
     check(None, &OTHER_PROBLEMS)?;
     run(cargo(&["test", "--workspace", "--test", "device"]))?;
     Ok(format!("{} problems", FORWARD_PROBLEMS.len() + OTHER_PROBLEMS.len()))
+}
+
+/// Builds the library for users, and prints its folder.
+pub(crate) fn build() -> Outcome {
+    println!("{}", lay_out(false, true)?.display());
+    Ok(true)
 }
 
 /// Builds the library, and returns a folder that has it as `libcuda.so.1`.
