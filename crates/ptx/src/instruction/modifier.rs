@@ -29,6 +29,23 @@ pub enum UnaryOperation {
     LeadingZeros,
 }
 
+impl UnaryOperation {
+    /// Every operation.
+    pub const ALL: [Self; 11] = [
+        Self::Negate,
+        Self::Absolute,
+        Self::Not,
+        Self::Exp2,
+        Self::Log2,
+        Self::Reciprocal,
+        Self::ReciprocalSqrt,
+        Self::Sqrt,
+        Self::Tanh,
+        Self::PopulationCount,
+        Self::LeadingZeros,
+    ];
+}
+
 /// Operations on two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BinaryOperation {
@@ -62,6 +79,26 @@ pub enum BinaryOperation {
     ShiftRight,
 }
 
+impl BinaryOperation {
+    /// Every operation.
+    pub const ALL: [Self; 14] = [
+        Self::Add,
+        Self::Subtract,
+        Self::Multiply,
+        Self::MultiplyHigh,
+        Self::Divide,
+        Self::DivideRounded,
+        Self::Remainder,
+        Self::Minimum,
+        Self::Maximum,
+        Self::And,
+        Self::Or,
+        Self::Xor,
+        Self::ShiftLeft,
+        Self::ShiftRight,
+    ];
+}
+
 /// A comparison of two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Comparison {
@@ -81,6 +118,20 @@ pub enum Comparison {
     GreaterOrUnordered,
     /// Either is NaN. Floats only.
     Unordered,
+}
+
+impl Comparison {
+    /// Every comparison.
+    pub const ALL: [Self; 8] = [
+        Self::Equal,
+        Self::NotEqual,
+        Self::Less,
+        Self::LessOrEqual,
+        Self::Greater,
+        Self::GreaterOrEqual,
+        Self::GreaterOrUnordered,
+        Self::Unordered,
+    ];
 }
 
 /// A special register.
@@ -119,6 +170,30 @@ pub enum SpecialRegister {
 }
 
 impl SpecialRegister {
+    /// Returns every special register.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let along = [
+            Self::Thread,
+            Self::BlockExtent,
+            Self::Block,
+            Self::GridExtent,
+            Self::Cluster,
+            Self::ClusterGridExtent,
+        ];
+        let along = along.into_iter().flat_map(|it| [Axis::X, Axis::Y, Axis::Z].map(it));
+        along.chain([
+            Self::ClusterRank,
+            Self::ClusterSize,
+            Self::Lane,
+            Self::LanesBefore,
+            Self::Multiprocessor,
+            Self::MultiprocessorCount,
+            Self::Clock,
+            Self::Clock64,
+            Self::GlobalTimer,
+        ])
+    }
+
     /// Returns whether the register is 64 bits wide.
     pub const fn is_wide(self) -> bool {
         matches!(self, SpecialRegister::Clock64 | SpecialRegister::GlobalTimer)
@@ -147,6 +222,11 @@ pub enum Scope {
     Gpu,
     /// The whole system, including other GPUs and the host.
     System,
+}
+
+impl Scope {
+    /// Every scope.
+    pub const ALL: [Self; 4] = [Self::Block, Self::Cluster, Self::Gpu, Self::System];
 }
 
 /// The ordering of a load.
@@ -190,6 +270,19 @@ pub enum LoadCache {
     EvictLast,
 }
 
+impl LoadCache {
+    /// Every kind of caching.
+    pub const ALL: [Self; 7] = [
+        Self::Default,
+        Self::ReadOnly,
+        Self::ReadOnlyOnce,
+        Self::L2Only,
+        Self::Streaming,
+        Self::EvictFirst,
+        Self::EvictLast,
+    ];
+}
+
 /// The caching of a store to global memory. Only for [`StoreOrder::Weak`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoreCache {
@@ -201,6 +294,11 @@ pub enum StoreCache {
     Streaming,
     /// Not kept in L1.
     NoAllocate,
+}
+
+impl StoreCache {
+    /// Every kind of caching.
+    pub const ALL: [Self; 4] = [Self::Default, Self::L2Only, Self::Streaming, Self::NoAllocate];
 }
 
 /// The caching of an [`Instruction::CopyAsync`](super::Instruction::CopyAsync).
@@ -242,6 +340,12 @@ pub enum AtomicOperation {
     Exchange,
 }
 
+impl AtomicOperation {
+    /// Every operation.
+    pub const ALL: [Self; 7] =
+        [Self::Add, Self::Minimum, Self::Maximum, Self::And, Self::Or, Self::Xor, Self::Exchange];
+}
+
 /// The ordering of an atomic operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AtomicOrder {
@@ -255,6 +359,11 @@ pub enum AtomicOrder {
     AcquireRelease,
 }
 
+impl AtomicOrder {
+    /// Every order.
+    pub const ALL: [Self; 4] = [Self::Relaxed, Self::Acquire, Self::Release, Self::AcquireRelease];
+}
+
 /// The lane that a shuffle reads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ShuffleMode {
@@ -266,6 +375,11 @@ pub enum ShuffleMode {
     Down,
     /// This lane exclusive-ored with the distance.
     Butterfly,
+}
+
+impl ShuffleMode {
+    /// Every mode.
+    pub const ALL: [Self; 4] = [Self::Index, Self::Up, Self::Down, Self::Butterfly];
 }
 
 /// The condition that a vote evaluates.
@@ -286,6 +400,11 @@ pub enum MmaShape {
     M16N8K16,
     /// 16 x 8 x 32, 8-bit elements.
     M16N8K32,
+}
+
+impl MmaShape {
+    /// Every shape.
+    pub const ALL: [Self; 3] = [Self::M16N8K8, Self::M16N8K16, Self::M16N8K32];
 }
 
 /// The memory order of an arrival at the cluster barrier.

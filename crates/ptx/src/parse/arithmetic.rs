@@ -23,7 +23,7 @@ impl Parser<'_> {
         }
         let dst = self.register(dst)?;
         if src.starts_with('%') && !matches!(src.as_bytes(), [_, _, b'0'..=b'9', ..]) {
-            let special = special_registers().find(|it| special_name(*it) == src);
+            let special = SpecialRegister::all().find(|it| special_name(*it) == src);
             let special = special.ok_or_else(|| format!("there is no register `{src}`"))?;
             return Ok(Instruction::ReadSpecial { dst, special });
         }
@@ -155,9 +155,9 @@ fn spellings() -> &'static HashMap<String, (Arithmetic, Vec<Type>)> {
         let mut all: HashMap<String, (Arithmetic, Vec<Type>)> = HashMap::new();
         for ty in Type::ALL {
             let scalar = scalar_type(ty);
-            let unary = UNARY.map(|it| (unary(it, ty), Arithmetic::Unary(it)));
-            let binary = BINARY.map(|it| (binary(it, ty), Arithmetic::Binary(it)));
-            let compare = COMPARISONS
+            let unary = UnaryOperation::ALL.map(|it| (unary(it, ty), Arithmetic::Unary(it)));
+            let binary = BinaryOperation::ALL.map(|it| (binary(it, ty), Arithmetic::Binary(it)));
+            let compare = Comparison::ALL
                 .map(|it| (format!("setp.{}.{scalar}", compare(it, ty)), Arithmetic::Compare(it)));
             let others = [
                 (format!("selp.{}", bits_type(ty)), Arithmetic::Select),
@@ -171,68 +171,3 @@ fn spellings() -> &'static HashMap<String, (Arithmetic, Vec<Type>)> {
         all
     })
 }
-
-fn special_registers() -> impl Iterator<Item = SpecialRegister> {
-    let along = [
-        SpecialRegister::Thread,
-        SpecialRegister::BlockExtent,
-        SpecialRegister::Block,
-        SpecialRegister::GridExtent,
-        SpecialRegister::Cluster,
-        SpecialRegister::ClusterGridExtent,
-    ];
-    let along = along.into_iter().flat_map(|it| [Axis::X, Axis::Y, Axis::Z].map(it));
-    along.chain([
-        SpecialRegister::ClusterRank,
-        SpecialRegister::ClusterSize,
-        SpecialRegister::Lane,
-        SpecialRegister::LanesBefore,
-        SpecialRegister::Multiprocessor,
-        SpecialRegister::MultiprocessorCount,
-        SpecialRegister::Clock,
-        SpecialRegister::Clock64,
-        SpecialRegister::GlobalTimer,
-    ])
-}
-
-const UNARY: [UnaryOperation; 11] = [
-    UnaryOperation::Negate,
-    UnaryOperation::Absolute,
-    UnaryOperation::Not,
-    UnaryOperation::Exp2,
-    UnaryOperation::Log2,
-    UnaryOperation::Reciprocal,
-    UnaryOperation::ReciprocalSqrt,
-    UnaryOperation::Sqrt,
-    UnaryOperation::Tanh,
-    UnaryOperation::PopulationCount,
-    UnaryOperation::LeadingZeros,
-];
-
-const BINARY: [BinaryOperation; 14] = [
-    BinaryOperation::Add,
-    BinaryOperation::Subtract,
-    BinaryOperation::Multiply,
-    BinaryOperation::MultiplyHigh,
-    BinaryOperation::Divide,
-    BinaryOperation::DivideRounded,
-    BinaryOperation::Remainder,
-    BinaryOperation::Minimum,
-    BinaryOperation::Maximum,
-    BinaryOperation::And,
-    BinaryOperation::Or,
-    BinaryOperation::Xor,
-    BinaryOperation::ShiftLeft,
-    BinaryOperation::ShiftRight,
-];
-
-const COMPARISONS: [Comparison; 8] = [
-    Comparison::Equal,
-    Comparison::NotEqual,
-    Comparison::Less,
-    Comparison::LessOrEqual,
-    Comparison::Greater,
-    Comparison::GreaterOrEqual,
-    Comparison::GreaterOrUnordered,
-    Comparison::Unordered,
-];

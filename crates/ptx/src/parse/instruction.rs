@@ -84,12 +84,9 @@ fn dotted(name: &str) -> String {
     format!(".{name}")
 }
 
-const SCOPES: [Scope; 4] = [Scope::Block, Scope::Cluster, Scope::Gpu, Scope::System];
 const SPACES: [Space; 3] = [Space::Shared, Space::Cluster, Space::Global];
 const ELEMENTS: [Element; 6] =
     [Element::F32, Element::F16, Element::BF16, Element::E4M3, Element::E5M2, Element::Int8];
-const ORDERS: [AtomicOrder; 4] =
-    [AtomicOrder::Relaxed, AtomicOrder::Acquire, AtomicOrder::Release, AtomicOrder::AcquireRelease];
 
 impl Parser<'_> {
     /// Parses an instruction of one line.
@@ -161,14 +158,14 @@ impl Parser<'_> {
         if modifiers.take("ld") {
             let ([dst, address], policy) = line.all_and()?;
             let order = if modifiers.take(".relaxed") {
-                LoadOrder::Relaxed(modifiers.one_of(&SCOPES, |it| dotted(scope_name(it)))?)
+                LoadOrder::Relaxed(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
             } else if modifiers.take(".acquire") {
-                LoadOrder::Acquire(modifiers.one_of(&SCOPES, |it| dotted(scope_name(it)))?)
+                LoadOrder::Acquire(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
             } else {
                 LoadOrder::Weak
             };
             let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
-            let cache = modifiers.one_of(&LOAD_CACHES, |it| load_cache(it).to_owned())?;
+            let cache = modifiers.one_of(&LoadCache::ALL, |it| load_cache(it).to_owned())?;
             let policy = policy.map(|it| self.register(it)).transpose()?;
             let (dst, address) = (self.list(dst)?, self.address(address)?);
             return Ok(Instruction::Load { dst, space, address, order, cache, policy });
@@ -176,14 +173,14 @@ impl Parser<'_> {
         if modifiers.take("st") {
             let ([address, src], policy) = line.all_and()?;
             let order = if modifiers.take(".relaxed") {
-                StoreOrder::Relaxed(modifiers.one_of(&SCOPES, |it| dotted(scope_name(it)))?)
+                StoreOrder::Relaxed(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
             } else if modifiers.take(".release") {
-                StoreOrder::Release(modifiers.one_of(&SCOPES, |it| dotted(scope_name(it)))?)
+                StoreOrder::Release(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
             } else {
                 StoreOrder::Weak
             };
             let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
-            let cache = modifiers.one_of(&STORE_CACHES, |it| store_cache(it).to_owned())?;
+            let cache = modifiers.one_of(&StoreCache::ALL, |it| store_cache(it).to_owned())?;
             let policy = policy.map(|it| self.register(it)).transpose()?;
             let (src, address) = (self.list(src)?, self.address(address)?);
             return Ok(Instruction::Store { src, space, address, order, cache, policy });
@@ -209,8 +206,8 @@ impl Parser<'_> {
         if !is_atomic && !modifiers.take("red") {
             return line.unknown();
         }
-        let order = modifiers.one_of(&ORDERS, |it| dotted(order_name(it)))?;
-        let scope = modifiers.one_of(&SCOPES, |it| dotted(scope_name(it)))?;
+        let order = modifiers.one_of(&AtomicOrder::ALL, |it| dotted(order_name(it)))?;
+        let scope = modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?;
         let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
         if modifiers.take(".cas") {
             let ty = if modifiers.take(".b64") { Type::U64 } else { Type::U32 };
@@ -234,7 +231,7 @@ impl Parser<'_> {
             let (src, address) = (self.list(src)?, self.address(address)?);
             return Ok(Instruction::Reduce { operation, ty, src, space, address, scope, order });
         }
-        let operation = ATOMICS.into_iter().find_map(|operation| {
+        let operation = AtomicOperation::ALL.into_iter().find_map(|operation| {
             let spelled = |ty: &Type| atomic_operation(operation, *ty) == modifiers.0;
             let types: Vec<Type> = Type::ALL.into_iter().filter(spelled).collect();
             (!types.is_empty()).then(|| (operation, line.type_among(&types)))
@@ -263,7 +260,7 @@ impl Parser<'_> {
     fn lanes(&mut self, line: &Line<'_>) -> Parsed<Instruction> {
         let mut modifiers = Modifiers(line.mnemonic);
         if modifiers.take("shfl.sync") {
-            let mode = modifiers.one_of(&SHUFFLES, |it| dotted(shuffle_mode(it)))?;
+            let mode = modifiers.one_of(&ShuffleMode::ALL, |it| dotted(shuffle_mode(it)))?;
             let [dst, src, lane, clamp, _] = line.all()?;
             let (dst, valid) = match dst.split_once('|') {
                 Some((dst, valid)) => (dst, Some(self.register(valid)?)),
@@ -300,7 +297,7 @@ impl Parser<'_> {
         }
         let mut modifiers = Modifiers(line.mnemonic);
         if modifiers.take("mma.sync.aligned") {
-            let shape = modifiers.one_of(&MMA_SHAPES, |it| dotted(mma_shape(it)))?;
+            let shape = modifiers.one_of(&MmaShape::ALL, |it| dotted(mma_shape(it)))?;
             modifiers.take(".row.col");
             let accumulator = modifiers.one_of(&ELEMENTS, |it| dotted(it.name()))?;
             let element = modifiers.one_of(&ELEMENTS, |it| dotted(it.name()))?;
@@ -498,8 +495,8 @@ impl Parser<'_> {
     fn control(&mut self, line: &Line<'_>) -> Parsed<Instruction> {
         let mut modifiers = Modifiers(line.mnemonic);
         if modifiers.take("fence") {
-            let fences = SCOPES.map(Fence::AcquireRelease).into_iter();
-            let fences = fences.chain(SCOPES.map(Fence::SequentiallyConsistent)).chain([
+            let fences = Scope::ALL.map(Fence::AcquireRelease).into_iter();
+            let fences = fences.chain(Scope::ALL.map(Fence::SequentiallyConsistent)).chain([
                 Fence::MbarrierInit,
                 Fence::ProxyAsyncShared,
                 Fence::ProxyAsyncGlobal,
@@ -550,31 +547,3 @@ fn wait_scope(modifiers: &mut Modifiers<'_>) -> Parsed<Scope> {
     let is_cluster = modifiers.take(".acquire.cluster");
     Ok(if is_cluster { Scope::Cluster } else { Scope::Block })
 }
-
-const LOAD_CACHES: [LoadCache; 7] = [
-    LoadCache::Default,
-    LoadCache::ReadOnly,
-    LoadCache::ReadOnlyOnce,
-    LoadCache::L2Only,
-    LoadCache::Streaming,
-    LoadCache::EvictFirst,
-    LoadCache::EvictLast,
-];
-
-const STORE_CACHES: [StoreCache; 4] =
-    [StoreCache::Default, StoreCache::L2Only, StoreCache::Streaming, StoreCache::NoAllocate];
-
-const ATOMICS: [AtomicOperation; 7] = [
-    AtomicOperation::Add,
-    AtomicOperation::Minimum,
-    AtomicOperation::Maximum,
-    AtomicOperation::And,
-    AtomicOperation::Or,
-    AtomicOperation::Xor,
-    AtomicOperation::Exchange,
-];
-
-const SHUFFLES: [ShuffleMode; 4] =
-    [ShuffleMode::Index, ShuffleMode::Up, ShuffleMode::Down, ShuffleMode::Butterfly];
-
-const MMA_SHAPES: [MmaShape; 3] = [MmaShape::M16N8K8, MmaShape::M16N8K16, MmaShape::M16N8K32];

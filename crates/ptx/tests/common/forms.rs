@@ -186,8 +186,6 @@ pub(crate) fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Vali
     scene.k.finish()
 }
 
-const SCOPES: [Scope; 4] = [Scope::Block, Scope::Cluster, Scope::Gpu, Scope::System];
-
 /// Returns every form.
 pub(crate) fn all() -> Vec<Form> {
     let mut forms = Vec::new();
@@ -270,16 +268,7 @@ fn arithmetic(forms: &mut Vec<Form>) {
             let [a, b] = [(); 2].map(|_| s.register(ty).into());
             s.k.push(Instruction::MultiplyWide { ty, dst, a, b });
         }));
-        for comparison in [
-            Comparison::Equal,
-            Comparison::NotEqual,
-            Comparison::Less,
-            Comparison::LessOrEqual,
-            Comparison::Greater,
-            Comparison::GreaterOrEqual,
-            Comparison::GreaterOrUnordered,
-            Comparison::Unordered,
-        ] {
+        for comparison in Comparison::ALL {
             forms.push(Form::new(format!("{comparison:?} {ty:?}"), move |s| {
                 let a = s.register(ty).into();
                 for b in s.operands(ty) {
@@ -354,29 +343,7 @@ fn arithmetic(forms: &mut Vec<Form>) {
         s.k.push(Instruction::FunnelShift { left: false, dst, low: a, high: b, amount });
         s.k.push(Instruction::Logic3 { dst, a, b, c, table: 0x96 });
     }));
-    let axes = [Axis::X, Axis::Y, Axis::Z];
-    let mut specials = vec![
-        SpecialRegister::ClusterRank,
-        SpecialRegister::ClusterSize,
-        SpecialRegister::Lane,
-        SpecialRegister::LanesBefore,
-        SpecialRegister::Multiprocessor,
-        SpecialRegister::MultiprocessorCount,
-        SpecialRegister::Clock,
-        SpecialRegister::Clock64,
-        SpecialRegister::GlobalTimer,
-    ];
-    for axis in axes {
-        specials.extend([
-            SpecialRegister::Thread(axis),
-            SpecialRegister::BlockExtent(axis),
-            SpecialRegister::Block(axis),
-            SpecialRegister::GridExtent(axis),
-            SpecialRegister::Cluster(axis),
-            SpecialRegister::ClusterGridExtent(axis),
-        ]);
-    }
-    for special in specials {
+    for special in SpecialRegister::all() {
         forms.push(Form::new(format!("{special:?}"), move |s| {
             let dst = s.fresh(if special.is_wide() { Type::U64 } else { Type::U32 });
             s.k.push(Instruction::ReadSpecial { dst, special });
@@ -388,7 +355,7 @@ fn memory(forms: &mut Vec<Form>) {
     let spaces = [Space::Global, Space::Shared, Space::Cluster];
     let mut load_orders = vec![LoadOrder::Weak];
     let mut store_orders = vec![StoreOrder::Weak];
-    for scope in SCOPES {
+    for scope in Scope::ALL {
         load_orders.extend([LoadOrder::Relaxed(scope), LoadOrder::Acquire(scope)]);
         store_orders.extend([StoreOrder::Relaxed(scope), StoreOrder::Release(scope)]);
     }
@@ -426,15 +393,7 @@ fn memory(forms: &mut Vec<Form>) {
     }
     let evictions = [Eviction::First, Eviction::Last, Eviction::Normal];
     for count in [1, 4] {
-        for cache in [
-            LoadCache::Default,
-            LoadCache::ReadOnly,
-            LoadCache::ReadOnlyOnce,
-            LoadCache::L2Only,
-            LoadCache::Streaming,
-            LoadCache::EvictFirst,
-            LoadCache::EvictLast,
-        ] {
+        for cache in LoadCache::ALL {
             for with_policy in [false, true] {
                 let name = format!("load {count} {cache:?} policy {with_policy}");
                 forms.push(Form::new(name, move |s| {
@@ -447,9 +406,7 @@ fn memory(forms: &mut Vec<Form>) {
                 }));
             }
         }
-        for cache in
-            [StoreCache::Default, StoreCache::L2Only, StoreCache::Streaming, StoreCache::NoAllocate]
-        {
+        for cache in StoreCache::ALL {
             for with_policy in [false, true] {
                 let name = format!("store {count} {cache:?} policy {with_policy}");
                 forms.push(Form::new(name, move |s| {
@@ -474,23 +431,10 @@ fn memory(forms: &mut Vec<Form>) {
         s.k.push(Instruction::LoadByte { dst, address });
         s.k.push(Instruction::PrefetchL2 { address });
     }));
-    let orders = [
-        AtomicOrder::Relaxed,
-        AtomicOrder::Acquire,
-        AtomicOrder::Release,
-        AtomicOrder::AcquireRelease,
-    ];
+    let orders = AtomicOrder::ALL;
     for space in spaces {
         for ty in Type::ALL {
-            for operation in [
-                AtomicOperation::Add,
-                AtomicOperation::Minimum,
-                AtomicOperation::Maximum,
-                AtomicOperation::And,
-                AtomicOperation::Or,
-                AtomicOperation::Xor,
-                AtomicOperation::Exchange,
-            ] {
+            for operation in AtomicOperation::ALL {
                 let (scope, order) = (Scope::Gpu, AtomicOrder::Relaxed);
                 forms.push(Form::new(format!("atomic {operation:?} {ty:?} {space:?}"), move |s| {
                     s.atomic(operation, ty, space, scope, order);
@@ -516,7 +460,7 @@ fn memory(forms: &mut Vec<Form>) {
             }));
         }
         for order in orders {
-            for scope in SCOPES {
+            for scope in Scope::ALL {
                 let name = format!("atomic and reduction {order:?} {scope:?} {space:?}");
                 let (operation, ty) = (AtomicOperation::Add, Type::U32);
                 forms.push(Form::new(name.clone() + " (atomic)", move |s| {
@@ -550,7 +494,7 @@ fn memory(forms: &mut Vec<Form>) {
 }
 
 fn warp(forms: &mut Vec<Form>) {
-    for mode in [ShuffleMode::Index, ShuffleMode::Up, ShuffleMode::Down, ShuffleMode::Butterfly] {
+    for mode in ShuffleMode::ALL {
         for with_valid in [false, true] {
             forms.push(Form::new(format!("shuffle {mode:?} {with_valid}"), move |s| {
                 let valid = with_valid.then(|| s.fresh(Type::Pred));
@@ -588,7 +532,7 @@ const ELEMENTS: [Element; 5] =
     [Element::F32, Element::F16, Element::BF16, Element::E4M3, Element::E5M2];
 
 fn matrix(forms: &mut Vec<Form>) {
-    for shape in [MmaShape::M16N8K8, MmaShape::M16N8K16, MmaShape::M16N8K32] {
+    for shape in MmaShape::ALL {
         for element in ELEMENTS {
             for accumulator in ELEMENTS {
                 let name = format!("mma {shape:?} {element} into {accumulator}");
@@ -739,7 +683,7 @@ fn barriers(forms: &mut Vec<Form>) {
         let address = s.address(Space::Shared);
         s.k.push(Instruction::MbarrierArriveOnCopies { address });
     }));
-    for scope in SCOPES {
+    for scope in Scope::ALL {
         forms.push(Form::new(format!("fence {scope:?}"), move |s| {
             s.k.fence(Fence::AcquireRelease(scope));
             s.k.fence(Fence::SequentiallyConsistent(scope));
