@@ -74,6 +74,18 @@ impl Modifiers<'_> {
         found.map(|(_, it)| it).ok_or_else(|| format!("unknown modifier `{}`", self.0))
     }
 
+    fn scope(&mut self) -> Parsed<Scope> {
+        self.one_of(&Scope::ALL, |it| dotted(scope_name(it)))
+    }
+
+    fn space(&mut self) -> Parsed<Space> {
+        self.one_of(&SPACES, |it| space_name(it).to_owned())
+    }
+
+    fn element(&mut self) -> Parsed<Element> {
+        self.one_of(&ELEMENTS, |it| dotted(it.name()))
+    }
+
     /// Checks that nothing is left.
     fn end(&self) -> Parsed<()> {
         if self.0.is_empty() { Ok(()) } else { Err(format!("unknown modifier `{}`", self.0)) }
@@ -158,13 +170,13 @@ impl Parser<'_> {
         if modifiers.take("ld") {
             let ([dst, address], policy) = line.all_and()?;
             let order = if modifiers.take(".relaxed") {
-                LoadOrder::Relaxed(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
+                LoadOrder::Relaxed(modifiers.scope()?)
             } else if modifiers.take(".acquire") {
-                LoadOrder::Acquire(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
+                LoadOrder::Acquire(modifiers.scope()?)
             } else {
                 LoadOrder::Weak
             };
-            let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
+            let space = modifiers.space()?;
             let cache = modifiers.one_of(&LoadCache::ALL, |it| load_cache(it).to_owned())?;
             let policy = policy.map(|it| self.register(it)).transpose()?;
             let (dst, address) = (self.list(dst)?, self.address(address)?);
@@ -173,13 +185,13 @@ impl Parser<'_> {
         if modifiers.take("st") {
             let ([address, src], policy) = line.all_and()?;
             let order = if modifiers.take(".relaxed") {
-                StoreOrder::Relaxed(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
+                StoreOrder::Relaxed(modifiers.scope()?)
             } else if modifiers.take(".release") {
-                StoreOrder::Release(modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?)
+                StoreOrder::Release(modifiers.scope()?)
             } else {
                 StoreOrder::Weak
             };
-            let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
+            let space = modifiers.space()?;
             let cache = modifiers.one_of(&StoreCache::ALL, |it| store_cache(it).to_owned())?;
             let policy = policy.map(|it| self.register(it)).transpose()?;
             let (src, address) = (self.list(src)?, self.address(address)?);
@@ -207,8 +219,8 @@ impl Parser<'_> {
             return line.unknown();
         }
         let order = modifiers.one_of(&AtomicOrder::ALL, |it| dotted(order_name(it)))?;
-        let scope = modifiers.one_of(&Scope::ALL, |it| dotted(scope_name(it)))?;
-        let space = modifiers.one_of(&SPACES, |it| space_name(it).to_owned())?;
+        let scope = modifiers.scope()?;
+        let space = modifiers.space()?;
         if modifiers.take(".cas") {
             let ty = if modifiers.take(".b64") { Type::U64 } else { Type::U32 };
             let [dst, address, expected, value] = line.all()?;
@@ -299,8 +311,8 @@ impl Parser<'_> {
         if modifiers.take("mma.sync.aligned") {
             let shape = modifiers.one_of(&MmaShape::ALL, |it| dotted(mma_shape(it)))?;
             modifiers.take(".row.col");
-            let accumulator = modifiers.one_of(&ELEMENTS, |it| dotted(it.name()))?;
-            let element = modifiers.one_of(&ELEMENTS, |it| dotted(it.name()))?;
+            let accumulator = modifiers.element()?;
+            let element = modifiers.element()?;
             let [d, a, b, c] = line.all()?;
             let (d, a, b, c) = (self.list(d)?, self.list(a)?, self.list(b)?, self.list(c)?);
             return Ok(Instruction::Mma { shape, element, accumulator, d, a, b, c });
@@ -312,8 +324,7 @@ impl Parser<'_> {
         let (n, rest) = shape.ok_or("expected a shape")?;
         let n = number(n)?;
         modifiers.0 = rest.trim_start_matches(|digit: char| digit.is_ascii_digit());
-        let [accumulator, a_element, b_element] =
-            [(); 3].map(|()| modifiers.one_of(&ELEMENTS, |it| dotted(it.name())));
+        let [accumulator, a_element, b_element] = [(); 3].map(|()| modifiers.element());
         let (accumulator, a_element, b_element) = (accumulator?, a_element?, b_element?);
         modifiers.end()?;
         let few = || "expected six operands or more".to_owned();
