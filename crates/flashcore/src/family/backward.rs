@@ -158,8 +158,8 @@ pub(super) fn launch(
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
     if let Configuration::Backward(backward) = kernels.kernel {
         let group = problem.group_size() as u32;
-        let rounds = Rounds::new(chip, key_blocks, counts.tiles_per_head.saturating_mul(group));
-        rounds.arrange(&backward, &mut choice);
+        let waves = Waves::new(chip, key_blocks, counts.tiles_per_head.saturating_mul(group));
+        waves.arrange(&backward, &mut choice);
         if backward.has_alternating_waves() {
             let tiles = chip.multiprocessors.max(1);
             choice.launches[0].numbers.push((Number::TilesOfRound, tiles));
@@ -248,7 +248,7 @@ impl Shares {
 }
 
 /// The waves in which tiles run on the multiprocessors.
-struct Rounds {
+struct Waves {
     multiprocessors: u32,
     tiles: u32,
     /// Steps (query blocks) of a tile, where all tiles have the same number.
@@ -260,9 +260,9 @@ const TILE_COST: f64 = 2.0;
 /// Additional cost of each part of a tile that is cut, in steps.
 const PART_COST: f64 = 1.0;
 
-impl Rounds {
+impl Waves {
     fn new(chip: &Chip, tiles: u32, steps: u32) -> Self {
-        Rounds { multiprocessors: chip.multiprocessors.max(1), tiles, steps }
+        Waves { multiprocessors: chip.multiprocessors.max(1), tiles, steps }
     }
 
     /// Returns the number of tiles of the last wave, where they do not fill it.
@@ -272,10 +272,10 @@ impl Rounds {
 
     /// Returns the duration of the last wave in steps, if its tiles are cut into `parts` parts.
     fn last(&self, parts: u32) -> f64 {
-        let rounds = (self.rest() * parts).div_ceil(self.multiprocessors);
+        let waves = (self.rest() * parts).div_ceil(self.multiprocessors);
         let adding = if parts > 1 { PART_COST } else { 0.0 };
         let part = f64::from(self.steps.div_ceil(parts)) + TILE_COST + adding;
-        f64::from(rounds) * part + adding * f64::from(parts) / 2.0
+        f64::from(waves) * part + adding * f64::from(parts) / 2.0
     }
 
     /// Returns the number of parts with the shortest predicted last wave.
@@ -331,7 +331,7 @@ fn saves(chip: &Chip, problem: &Problem, backward: &kernels::Backward) -> bool {
     let steps = problem.query_length.div_ceil(backward.query_block as usize);
     let steps = steps.saturating_mul(problem.group_size());
     let (Ok(tiles), Ok(steps)) = (u32::try_from(tiles), u32::try_from(steps)) else { return false };
-    Rounds::new(chip, tiles, steps).saved() >= WORTH_CUTTING
+    Waves::new(chip, tiles, steps).saved() >= WORTH_CUTTING
 }
 
 /// Tells whether key blocks of this size make at least four waves.
@@ -423,11 +423,11 @@ mod tests {
     #[test]
     fn a_last_round_is_cut_where_tiles_are_long() {
         let chip = Chip::H200;
-        let of = |steps| Rounds::new(&chip, 2048, steps);
+        let of = |steps| Waves::new(&chip, 2048, steps);
         assert_eq!([8, 16, 32, 64, 128, 256].map(|steps| of(steps).parts()), [1, 1, 3, 5, 5, 7]);
         assert!(of(32).saved() < WORTH_CUTTING && of(64).saved() > WORTH_CUTTING);
         assert!(of(256).saved() > 0.02);
-        assert_eq!(Rounds::new(&chip, 132 * 4, 64).saved(), 0.0);
+        assert_eq!(Waves::new(&chip, 132 * 4, 64).saved(), 0.0);
     }
 
     #[test]
