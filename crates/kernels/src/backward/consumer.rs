@@ -23,7 +23,7 @@ use crate::parameter::Scale;
 pub(super) struct Consumer {
     scores: ScoreRule,
     /// The softmax scale, by which `dK` is multiplied at the end.
-    scale: Reg<F32>,
+    pub(super) scale: Reg<F32>,
     slopes: Option<Slopes>,
     functions: Functions,
 }
@@ -236,9 +236,9 @@ impl Consumer {
         });
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
-                let keys = self.key_gradients(block, keys, first);
+                let keys = block.key_gradients(keys, first, self.scale);
                 let tiles = staging.as_ref().unwrap_or(keys.tiles);
-                [self.value_gradients(block, values, first), Done { tiles, ..keys }]
+                [block.value_gradients(values, first), Done { tiles, ..keys }]
             })
             .collect();
         let handover = shared.handover.as_ref();
@@ -260,29 +260,6 @@ impl Consumer {
                 }
             },
         );
-    }
-
-    /// Describes how the epilogue stores an accumulator of `dV`.
-    pub(super) fn value_gradients<'a>(
-        &self,
-        block: &Block<'a>,
-        sums: &'a Accumulator,
-        first: u32,
-    ) -> Done<'a> {
-        let Block { shared, tensors, .. } = *block;
-        Done { first, sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
-    }
-
-    /// Describes how the epilogue stores an accumulator of `dK`, which is scaled.
-    pub(super) fn key_gradients<'a>(
-        &self,
-        block: &Block<'a>,
-        sums: &'a Accumulator,
-        first: u32,
-    ) -> Done<'a> {
-        let Block { shared, tensors, .. } = *block;
-        let factor = Some(self.scale);
-        Done { first, sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
 
     /// Emits the loop over all steps of a tile, unrolled by the stages.

@@ -8,7 +8,7 @@ use ptx::{
 
 use super::persistent::Handover;
 use super::tile_scheduler::Tile;
-use super::{ROWS, barrier};
+use super::{Block, ROWS, barrier};
 
 /// The warpgroup that stores, the thread's index in it, and its first key within the key block.
 pub(super) struct Owner {
@@ -28,6 +28,25 @@ pub(super) struct Done<'a> {
     pub(super) tiles: &'a SharedTiles,
     /// The tensor that it is stored to.
     pub(super) map: TensorMap,
+}
+
+impl<'a> Block<'a> {
+    /// Describes how an accumulator of `dV` is stored.
+    pub(super) fn value_gradients(&self, sums: &'a Accumulator, first: u32) -> Done<'a> {
+        let (tiles, map) = (&self.shared.values, self.tensors.value_gradients);
+        Done { first, sums, factor: None, tiles, map }
+    }
+
+    /// Describes how an accumulator of `dK` is stored, multiplied by the softmax scale.
+    pub(super) fn key_gradients(
+        &self,
+        sums: &'a Accumulator,
+        first: u32,
+        scale: Reg<F32>,
+    ) -> Done<'a> {
+        let (tiles, map) = (&self.shared.keys, self.tensors.key_gradients);
+        Done { first, sums, factor: Some(scale), tiles, map }
+    }
 }
 
 /// Stores the finished accumulators of a warpgroup. All products of both warpgroups must have

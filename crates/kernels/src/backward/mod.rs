@@ -521,8 +521,7 @@ impl Backward {
                 k.if_(thread.at_least(32), |k| clear_and_round.run(k, &scheduler));
             }
             if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
-                k.if_(thread.equals(32), |k| turns.grant(k, counters, &scheduler, &tile, &walk));
-                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &scheduler, &tile, &walk));
+                turns.run(k, thread, counters, &scheduler, &tile, &walk);
             }
         });
         let mut consumers = |name: &str, warpgroups, consume: Consume| {

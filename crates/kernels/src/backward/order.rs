@@ -268,45 +268,41 @@ impl Turns {
         k.if_(leader, |k| k.mbarrier_arrive(added));
     }
 
-    /// Waits for the block's turn at each step and grants it to the consumers; run by one thread.
-    pub(super) fn grant(
+    /// Takes the block's turn at each step, from two threads of the producer warpgroup that are in
+    /// warps of their own: one waits for it and grants it to the consumers, the other passes it on
+    /// once they have added.
+    pub(super) fn run(
         &self,
         k: &mut Builder,
+        thread: Reg<U32>,
         counters: Reg<GlobalAddress>,
         scheduler: &TileScheduler,
         tile: &Tile,
         walk: &Walk,
     ) {
-        let Some(turn) = scheduler.turn(k) else { return };
-        let before = turn.seen_before(k, scheduler, walk);
-        let granted = self.granted.producer(k);
-        scheduler.every_step(k, tile, walk, |k| {
-            let stage = granted.acquire(k);
-            let number = self.number_at(k, stage);
-            k.store(number, walk.number);
-            turn.wait(k, counters, walk, before.as_ref());
-            granted.commit(k);
-            granted.advance(k);
+        k.if_(thread.equals(32), |k| {
+            let Some(turn) = scheduler.turn(k) else { return };
+            let before = turn.seen_before(k, scheduler, walk);
+            let granted = self.granted.producer(k);
+            scheduler.every_step(k, tile, walk, |k| {
+                let stage = granted.acquire(k);
+                let number = self.number_at(k, stage);
+                k.store(number, walk.number);
+                turn.wait(k, counters, walk, before.as_ref());
+                granted.commit(k);
+                granted.advance(k);
+            });
         });
-    }
-
-    /// Passes the block's turn on at each step, once the consumers have added; run by one thread.
-    pub(super) fn pass_on(
-        &self,
-        k: &mut Builder,
-        counters: Reg<GlobalAddress>,
-        scheduler: &TileScheduler,
-        tile: &Tile,
-        walk: &Walk,
-    ) {
-        let Some(turn) = scheduler.turn(k) else { return };
-        let granted = self.granted.consumer(k);
-        scheduler.every_step(k, tile, walk, |k| {
-            let stage = granted.wait(k);
-            let added = self.added.at(k, stage);
-            k.mbarrier_wait(added, granted.phase(), Scope::Block);
-            turn.pass_on(k, counters, walk);
-            granted.release(k, true);
+        k.if_(thread.equals(64), |k| {
+            let Some(turn) = scheduler.turn(k) else { return };
+            let granted = self.granted.consumer(k);
+            scheduler.every_step(k, tile, walk, |k| {
+                let stage = granted.wait(k);
+                let added = self.added.at(k, stage);
+                k.mbarrier_wait(added, granted.phase(), Scope::Block);
+                turn.pass_on(k, counters, walk);
+                granted.release(k, true);
+            });
         });
     }
 }

@@ -109,7 +109,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, block.backward.value_layout().columns);
         let half = Half::new(k, block, tile, 0);
         k.if_(half.group.walk.left.greater(0), |k| self.weights_steps(k, &half, &sums));
-        half.store(k, block.scheduler, self.value_gradients(block, &sums, 0));
+        half.store(k, block.scheduler, block.value_gradients(&sums, 0));
     }
 
     /// Runs the gradients warpgroup: `dP`, `dS` and `dK`.
@@ -117,7 +117,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, block.backward.key_layout().columns);
         let half = Half::new(k, block, tile, 1);
         k.if_(half.group.walk.left.greater(0), |k| half.gradients_steps(k, &sums));
-        half.store(k, block.scheduler, self.key_gradients(block, &sums, 0));
+        half.store(k, block.scheduler, block.key_gradients(&sums, 0, self.scale));
     }
 
     fn weights_steps(&self, k: &mut Builder, half: &Half<'_>, sums: &Accumulator) {
