@@ -476,6 +476,8 @@ class Sampler:
         self.call, self.poison, self.calls, self.graph = call, poison, calls, None
         if calls > 1 or captured:
             side = torch.cuda.Stream()
+            # The zeros of workspaces are written on the current stream.
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 call(), call()
             torch.cuda.synchronize()
