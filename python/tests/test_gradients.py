@@ -851,6 +851,19 @@ def test_wrong_use_is_named(change, error, words, device):
         flash_attn_func(*change(q, k, v)).sum().backward()
 
 
+@every_device
+def test_a_learned_scale_is_refused(device):
+    """Its gradient would silently be lost."""
+    q, k, v = (random(1, 16, 2, 64, device=device, seed=seed).requires_grad_() for seed in range(3))
+    scale = torch.tensor(0.25)
+    for name in ("softmax_scale", "softcap"):
+        with pytest.raises(ValueError, match=f"^{name}=a .*Tensor.*, expected a number without a gradient"):
+            flash_attn_func(q, k, v, **{name: scale.clone().requires_grad_()})
+    with pytest.raises(ValueError, match="^scale=a .*, expected a number without a gradient"):
+        scaled_dot_product_attention(q, k, v, scale=scale.clone().requires_grad_())
+    assert torch.equal(flash_attn_func(q, k, v, softmax_scale=scale), flash_attn_func(q, k, v, softmax_scale=0.25))
+
+
 @pytest.mark.parametrize(
     "at, change, error, words",
     [

@@ -5,7 +5,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyTuple};
 
 use crate::request::{Called, Function};
 use crate::stable::Arguments;
@@ -215,7 +215,17 @@ fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
 }
 
 fn float(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    let plain = value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyInt>();
+    if !plain && wants_gradient(value) {
+        return Err(beyond(name, value, "a number without a gradient (see torch.Tensor.item)"));
+    }
     value.extract().map_err(|error| unfit(error, name, value, FINITE))
+}
+
+/// Returns whether it is a tensor of PyTorch that requires a gradient.
+fn wants_gradient(value: &Bound<'_, PyAny>) -> bool {
+    let requires = value.getattr(intern!(value.py(), "requires_grad"));
+    requires.is_ok_and(|it| it.is_truthy().unwrap_or(false))
 }
 
 fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
