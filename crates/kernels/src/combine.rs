@@ -17,6 +17,7 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::rows::{Finished, Reference, finish, reference};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
 
@@ -107,6 +108,7 @@ impl Combine {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let partial_outputs = Parts::parameters(k, Tensor::PartialOutput, self.partial);
         let partial_lse = Parts::parameters(k, Tensor::PartialLse, Element::F32);
         let [(output, output_strides), (lse, lse_strides)] = [Tensor::Output, Tensor::Lse]

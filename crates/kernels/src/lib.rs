@@ -30,6 +30,7 @@ pub mod cache;
 pub mod ceiling;
 pub mod combine;
 pub mod decode;
+mod dependent_launch;
 mod divisor;
 mod element;
 mod exchange;

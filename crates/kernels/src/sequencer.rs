@@ -22,6 +22,7 @@ use crate::Error;
 use crate::attention::sequences::{Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
 use crate::attention::{MaskKind, Window};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{List, Number, Tensor, Workspace};
 
 /// The configuration of the sequencer.
@@ -273,6 +274,7 @@ impl RaggedBatch {
 }
 
 fn write(k: &mut Builder, which: Tiles) {
+    wait_for_earlier_grids(k);
     let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
     let room: Reg<U32> = Number::MaxTiles.read(k);
     let tiles = Tiling::parameters(k, which);

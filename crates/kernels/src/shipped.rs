@@ -608,6 +608,36 @@ mod tests {
         }
     }
 
+    /// On Hopper the kernels of the forward pass are launched before those before them have ended; all
+    /// others, and every kernel of older GPUs, after it.
+    #[test]
+    fn the_forward_pass_waits_for_earlier_grids() {
+        for target in [Target::SM_90A, Target::SM_80] {
+            let mut kinds = std::collections::HashMap::new();
+            for configuration in shipped(target) {
+                kinds.entry(std::mem::discriminant(&configuration)).or_insert(configuration);
+            }
+            for configuration in kinds.values() {
+                use Configuration as C;
+                let forward = matches!(
+                    configuration,
+                    C::Forward(_)
+                        | C::Prefill(_)
+                        | C::Decode(_)
+                        | C::Append(_)
+                        | C::Widen(_)
+                        | C::Combine(_)
+                        | C::Sequencer(_)
+                        | C::BlockFinder(_)
+                        | C::BlockLister(_)
+                        | C::TileSharer(_)
+                );
+                let waits = configuration.program().unwrap().waits_for_grids();
+                assert_eq!(waits, forward && target == Target::SM_90A, "{}", configuration.name());
+            }
+        }
+    }
+
     /// Every ragged configuration that is shipped is one that [`tuned_prefill`] chooses for some
     /// length. Tiles with a mask for which no length chooses them may spill, and nobody would run
     /// them.

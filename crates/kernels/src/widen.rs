@@ -10,6 +10,7 @@ use ptx::{Builder, Element, Expression, F32, Packed, Program, Reg, Target, U32, 
 use crate::Error;
 use crate::attention::sequences::{Places, Span};
 use crate::cache::{Cache, ScaleSource};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strided;
@@ -77,6 +78,7 @@ impl Widen {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let sides = [
             (Tensor::Key, Tensor::KeyDescale, Tensor::WideKey),
             (Tensor::Value, Tensor::ValueDescale, Tensor::WideValue),

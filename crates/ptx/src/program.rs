@@ -95,6 +95,17 @@ impl Program {
         walk(&self.body, visit);
     }
 
+    /// Returns whether the kernel waits for earlier grids on its stream, so that it may be launched
+    /// before they have ended (programmatic dependent launch).
+    pub fn waits_for_grids(&self) -> bool {
+        let mut waits = false;
+        self.visit(&mut |statement| {
+            use StatementKind::Instruction as Is;
+            waits |= matches!(statement.kind, Is(Instruction::GridDependencyWait));
+        });
+        waits
+    }
+
     /// Returns the number of instructions in the program text; an instruction inside a loop counts
     /// once.
     pub fn instruction_count(&self) -> usize {

@@ -103,6 +103,9 @@ hazards! {
     SharedMemoryLimit = "shared memory limit",
     /// The shared memory of a block that has ended is accessed.
     ExitedBlock = "block has exited",
+    /// A kernel that waits for earlier grids accesses global memory where no such wait is known to
+    /// come first, or a block of it ends without having waited.
+    BeforeEarlierGrids = "before earlier grids have ended",
     /// A copy is still in flight when its block ends.
     CopyInFlightAtExit = "copy in flight at exit",
     /// A copy is given an address that is not a matching tensor map.

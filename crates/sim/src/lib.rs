@@ -90,8 +90,9 @@
 //!   program.
 //! - *The last bits* of `wgmma`, `mma.sync` and the approximate functions: they
 //!   are within the documented error (about 1e-6 for sums), not bit for bit.
-//! - *Caches*: hints and policies have no effect, `griddepcontrol` returns at once, and timers
-//!   count the cycles of the cost model.
+//! - *Caches*: hints and policies have no effect, and timers count the cycles of the cost model.
+//! - *Earlier grids* have always ended: `griddepcontrol.wait` returns at once. What comes before it is
+//!   checked.
 //!
 //! There should be no false alarms: a correct kernel that raises one has found a bug in the
 //! simulator.

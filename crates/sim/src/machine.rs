@@ -30,6 +30,8 @@ pub(crate) struct GridState<'a> {
     pub(crate) options: &'a Options,
     pub(crate) grid: u32,
     pub(crate) checked: bool,
+    /// Whether blocks wait for earlier grids before they access global memory.
+    pub(crate) waits_for_grids: bool,
     pub(crate) memory: &'a mut Memory,
     pub(crate) parameters: Vec<u64>,
     pub(crate) maps: Vec<Option<TensorMapArgument>>,
@@ -90,6 +92,7 @@ impl<'a> GridState<'a> {
             options,
             grid: launch.grid,
             checked,
+            waits_for_grids: launch.program.waits_for_grids(),
             memory,
             parameters,
             maps,
@@ -251,6 +254,8 @@ pub(crate) struct Block {
     pub(crate) mbarriers: BTreeMap<u32, Mbarrier>,
     pub(crate) named_barriers: Vec<NamedBarrier>,
     pub(crate) live_warps: u32,
+    /// The waits of threads of the block for earlier grids.
+    pub(crate) grid_waits: Vec<GridWait>,
     /// The last access of each thread, and of each stream of copies, of another block to this
     /// block's shared memory, by clock component and lanes. It must happen before this block ends.
     pub(crate) remote_accesses: BTreeMap<(u32, u32), RemoteAccess>,
@@ -273,11 +278,20 @@ impl Block {
             mbarriers: BTreeMap::new(),
             named_barriers: vec![NamedBarrier::default(); 16],
             live_warps: program.threads / 32,
+            grid_waits: Vec::new(),
             remote_accesses: BTreeMap::new(),
             // At entry the threads hold all registers of the block.
             register_pool: 0,
         }
     }
+}
+
+/// A wait for earlier grids: the lanes of a warp that have waited, and when.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GridWait {
+    pub(crate) component: u32,
+    pub(crate) clock: u32,
+    pub(crate) lanes: u32,
 }
 
 /// An access to a block's shared memory from another block.

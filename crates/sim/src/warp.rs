@@ -187,6 +187,8 @@ pub(crate) struct Warp<'a> {
     pub(crate) registers: u32,
     pub(crate) budgets: Vec<u32>,
     pub(crate) clock: WarpClock,
+    /// The lanes that have waited for earlier grids.
+    pub(crate) waited_for_grids: u32,
     /// What was known at the last fence, and its scope: relaxed accesses after it release this.
     pub(crate) fenced: Option<(ClockSet, ptx::Scope)>,
     /// The lanes and releases of relaxed loads, which the next fence acquires.
@@ -220,6 +222,7 @@ impl<'a> Warp<'a> {
             registers: 0,
             budgets: Vec::new(),
             clock: WarpClock::default(),
+            waited_for_grids: 0,
             fenced: None,
             unfenced: Vec::new(),
             shadow: RegisterShadow::default(),

@@ -22,6 +22,21 @@ EIGHT_BITS = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "e4m3": EIGHT_BITS}
 
 
+class Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute: here that a launch is programmatic."""
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class Configuration(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+PROGRAMMATIC = Attribute(id=6, value=(ctypes.c_int * 16)(1))
+
+
 def say(**what):
     print(json.dumps(what), flush=True)
 
@@ -40,7 +55,7 @@ class Kernel:
         self.launches = [self.bind(one["cubin"], one["launch"], tensors) for one in job["launches"]]
 
     def bind(self, cubin, launch, tensors):
-        """What cuLaunchKernel takes, but for the stream."""
+        """What cuLaunchKernelEx takes, but for the stream."""
         if launch["cluster"] != 1:
             raise RuntimeError("kernels in clusters are not launched from here")
         key = (cubin, launch["entry"])
@@ -53,7 +68,10 @@ class Kernel:
         arguments = [self.argument(argument, tensors) for argument in launch["arguments"]]
         self.alive.append(arguments)
         pointers = (ctypes.c_void_p * len(arguments))(*[address for _, address in arguments])
-        return Kernel.functions[key], launch["grid"], launch["threads"], launch["shared_bytes"], pointers
+        configuration = Configuration(
+            grid=(ctypes.c_uint * 3)(*launch["grid"]), block=(ctypes.c_uint * 3)(launch["threads"], 1, 1),
+            shared_bytes=launch["shared_bytes"], attributes=ctypes.addressof(PROGRAMMATIC), count=int(launch["programmatic"]))
+        return Kernel.functions[key], configuration, pointers
 
     def argument(self, argument, tensors):
         """What must stay alive, and the address of the argument."""
@@ -75,9 +93,10 @@ class Kernel:
         return value, ctypes.addressof(value)
 
     def __call__(self):
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        for function, grid, threads, shared, pointers in self.launches:
-            check(cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, pointers, None), "cuLaunchKernel")
+        stream = torch.cuda.current_stream().cuda_stream
+        for function, configuration, pointers in self.launches:
+            configuration.stream = stream
+            check(cu.cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None), "cuLaunchKernelEx")
 
 
 def encoded(tensor, dimensions, strides, extent, swizzle):

@@ -247,6 +247,7 @@ impl ForeignKernel {
             threads: self.description.threads,
             cluster: self.description.cluster,
             shared_bytes: whole("shared_bytes", &self.description.shared_bytes, 1e9)? as u32,
+            programmatic: false,
             arguments: arguments.collect::<Result<_, _>>()?,
         })
     }

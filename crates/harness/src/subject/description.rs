@@ -75,6 +75,8 @@ pub struct LaunchDescription {
     pub cluster: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
+    /// Whether it may begin before earlier kernels on the stream have ended, which it waits for itself.
+    pub programmatic: bool,
     /// One for each parameter.
     pub arguments: Vec<KernelArgument>,
 }
@@ -208,6 +210,7 @@ pub(crate) fn of_program(
         threads: program.threads,
         cluster: program.cluster,
         shared_bytes: program.shared_bytes(),
+        programmatic: program.waits_for_grids(),
         arguments: values.into_iter().map(argument).collect::<Result<_, String>>()?,
     })
 }

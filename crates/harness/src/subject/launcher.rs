@@ -39,7 +39,7 @@ impl Launcher {
             block: [description.threads, 1, 1],
             cluster: [description.cluster, 1, 1],
             shared_bytes: description.shared_bytes,
-            ..Launch::default()
+            programmatic: description.programmatic,
         };
         let (mut words, mut memory) = (HashMap::new(), HashMap::new());
         for (index, argument) in description.arguments.iter().enumerate() {

@@ -18,6 +18,7 @@ use ptx::{
 use crate::Error;
 use crate::attention::sequences::{Places, Span, clamp, entry_of};
 use crate::cache::{Cache, ScaleSource};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{List, Number, Tensor};
@@ -137,6 +138,7 @@ impl Append {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let [new_keys, new_values, keys, values] =
             [Tensor::NewKey, Tensor::NewValue, Tensor::Key, Tensor::Value]
                 .map(|tensor| Strided::parameters(k, tensor));

@@ -60,6 +60,7 @@ use crate::attention::scores::{ScoreRule, Slopes};
 use crate::attention::sequences::Places;
 use crate::attention::{MaskKind, Rules};
 use crate::cache::{Cache, Scales};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
@@ -351,6 +352,7 @@ impl Decode {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let queries: Reg<GlobalAddress> = Tensor::Query.address(k);
         let query_strides = Strides::parameters(k, Tensor::Query);
         let results = Results::parameters(k);

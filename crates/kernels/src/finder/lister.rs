@@ -6,6 +6,7 @@ use super::{BlockStateTable, NONE, SOME, WARPS};
 use crate::Error;
 use crate::attention::function::ListsOf;
 use crate::attention::function::blocks::BlockLists;
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::Number;
 
@@ -49,6 +50,7 @@ impl BlockLister {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let found = BlockStateTable::parameters(k);
         let lists = BlockLists::parameters(k);
         let [own_heads, count] = [Number::ListHeads, Number::AllLists].map(|it| it.read(k));

@@ -28,6 +28,7 @@ use crate::attention::function::Function;
 use crate::attention::function::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::visibility::{Blocks, RowTile, Visibility};
 use crate::attention::{MaskKind, Score};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Workspace};
 
 /// The configuration of the finder kernel.
@@ -117,6 +118,7 @@ impl BlockFinder {
     }
 
     fn write(&self, k: &mut Builder) {
+        wait_for_earlier_grids(k);
         let found = BlockStateTable::parameters(k);
         let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
         let own_heads = Number::ListHeads.read(k);

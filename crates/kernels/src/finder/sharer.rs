@@ -15,6 +15,7 @@ use super::BlockStateTable;
 use crate::Error;
 use crate::attention::function::blocks::BlockLists;
 use crate::attention::sequences::inclusive_sum;
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::TileLists;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::{Number, Workspace};
@@ -139,6 +140,7 @@ struct Sharing {
 }
 
 fn write(k: &mut Builder) {
+    wait_for_earlier_grids(k);
     let found = BlockStateTable::parameters(k);
     let shares = Workspace::TileLists.address(k);
     let [per_head, heads, all_heads, blocks, together, last_group_start, list_stride] = [

@@ -65,6 +65,7 @@ use ptx::{
 use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{MaskKind, Rules};
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use crate::{Error, build};
@@ -177,6 +178,16 @@ struct Maps {
     keys: TensorMap,
     values: TensorMap,
     output: TensorMap,
+}
+
+impl Maps {
+    /// Brings the tensor maps into the cache of the copy engine: the first loads and the first store
+    /// of a thread block need not wait for them.
+    fn prefetch(&self, k: &mut Builder) {
+        for map in [self.keys, self.queries, self.values, self.output] {
+            k.prefetch_map(map);
+        }
+    }
 }
 
 impl Forward {
@@ -438,8 +449,12 @@ impl Forward {
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
-        k.if_(thread.equals(0), |k| shared.init(k));
+        k.if_(thread.equals(0), |k| {
+            maps.prefetch(k);
+            shared.init(k);
+        });
         k.barriers_ready();
+        wait_for_earlier_grids(k);
         self.roles(
             k,
             &shared,

@@ -27,6 +27,7 @@ use super::{Forward, Maps, producer};
 use crate::Error;
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
+use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::Tensor;
 use crate::product::Source;
 
@@ -209,9 +210,11 @@ impl Prefill {
         let slots = WorkSlots::new(k, 4 * self.tile.warpgroups);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
+            maps.prefetch(k);
             shared.init(k);
             slots.pipeline.init(k);
         });
+        wait_for_earlier_grids(k);
         batch.find_tile(k, self.tile.query_rows(), &slots);
         k.barriers_ready();
         let scheduler = DynamicScheduler { prefill: self, slots: &slots, batch: &batch };

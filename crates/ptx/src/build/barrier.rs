@@ -40,6 +40,20 @@ impl Builder {
         self.push(Instruction::ClusterWait);
     }
 
+    /// Allows the next grid on the stream to be launched once every block has come here: its blocks
+    /// begin where there is room, up to their own [`wait_for_grids`](Builder::wait_for_grids).
+    #[track_caller]
+    pub fn launch_dependents(&mut self) {
+        self.push(Instruction::GridDependencyLaunch);
+    }
+
+    /// Waits until the earlier grids on the stream have ended and their writes are visible. Does
+    /// nothing where this grid was launched after their end.
+    #[track_caller]
+    pub fn wait_for_grids(&mut self) {
+        self.push(Instruction::GridDependencyWait);
+    }
+
     /// Issues a fence.
     #[track_caller]
     pub fn fence(&mut self, fence: Fence) {

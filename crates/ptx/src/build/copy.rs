@@ -123,6 +123,13 @@ impl Builder {
         });
     }
 
+    /// Brings a tensor map into the cache of the copy engine, so that the first copy does not wait
+    /// for it.
+    #[track_caller]
+    pub fn prefetch_map(&mut self, map: TensorMap) {
+        self.push(Instruction::TensorMapPrefetch { map: map.address.register });
+    }
+
     /// Copies a box from shared memory into a tensor.
     #[track_caller]
     pub fn tensor_store(

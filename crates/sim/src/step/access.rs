@@ -74,6 +74,7 @@ impl<'a> Executor<'_, 'a> {
         bytes: u64,
         alignment: u64,
     ) -> Executed<(usize, usize)> {
+        self.check_after_grids(warp, lane)?;
         if !address.is_multiple_of(alignment) {
             let text = format!("global address {address:#x} is not a multiple of {alignment}");
             return Err(self.hazard(warp, Some(lane), HazardKind::Misaligned, text));

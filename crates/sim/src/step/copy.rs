@@ -184,6 +184,7 @@ impl<'a> Executor<'_, 'a> {
         let maps = *warp.wide_of(map);
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
+            self.check_after_grids(warp, lane)?;
             let map = self.tensor_map(warp, lane, maps[at], Some(coordinates.len()))?;
             let bytes = self.box_bytes(map);
             let corner = corner(warp, coordinates, at);
@@ -270,6 +271,7 @@ impl<'a> Executor<'_, 'a> {
         let maps = *warp.wide_of(map);
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
+            self.check_after_grids(warp, lane)?;
             let map = self.tensor_map(warp, lane, maps[at], Some(coordinates.len()))?;
             let bytes = self.box_bytes(map);
             let target = StoreTarget::Tensor { map, corner: corner(warp, coordinates, at), add };

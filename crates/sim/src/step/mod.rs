@@ -8,6 +8,7 @@ mod barrier;
 mod check;
 mod convert;
 mod copy;
+mod grid;
 mod lanes;
 mod order;
 mod product;
@@ -179,6 +180,7 @@ impl<'a> Executor<'_, 'a> {
             }
             self.check_remote_accesses(warp)?;
             self.check_barriers(warp)?;
+            self.check_grid_waits(warp)?;
         }
         self.settle_cluster_barrier(warp.time);
         Ok(())
@@ -513,7 +515,8 @@ impl<'a> Executor<'_, 'a> {
                 return self.set_registers(warp, *change, *count);
             }
             I::MapShared { dst, address, rank } => self.map_shared(warp, *dst, *address, *rank)?,
-            I::GridDependencyWait | I::GridDependencyLaunch => {}
+            I::GridDependencyWait => self.wait_for_grids(warp),
+            I::GridDependencyLaunch => {}
             I::Sleep { nanoseconds } => {
                 warp.time += warp.word(*nanoseconds)[0] as u64;
                 return Ok(Flow::Poll);

@@ -2,7 +2,7 @@
 
 use flashcore_sim::HazardKind as H;
 use flashcore_sim::{Measure, Options, Policy};
-use ptx::{Builder, Expression, F32, GlobalAddress, LoadCache, LoadHint, Target, U32, U64};
+use ptx::{Builder, Expression, F32, GlobalAddress, LoadCache, LoadHint, Reg, Target, U32, U64};
 
 use crate::{fails, hazard, passes, run, show};
 
@@ -159,4 +159,51 @@ fn over_budget() {
     let budget = flashcore_sim::Budget::default().at_most(Measure::BankConflicts, 0);
     let failure = run(&program, &Options { budget, ..Options::default() }).unwrap_err();
     assert_eq!(failure.to_string(), "over budget: bank conflicts is 31, at most 0 allowed");
+}
+
+/// In a kernel that waits for earlier grids, global memory is theirs until a thread of the block has
+/// waited.
+#[test]
+fn before_earlier_grids() {
+    let kernel = |before: fn(&mut Builder, Reg<GlobalAddress>), wait: fn(&mut Builder)| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 64);
+        let data = k.parameter::<GlobalAddress>("data");
+        before(&mut k, data);
+        wait(&mut k);
+        k.launch_dependents();
+        let thread = k.thread_index();
+        k.store(data + thread.convert::<U64>() * 4, 1.0);
+        k.finish().unwrap()
+    };
+    let waits = Builder::wait_for_grids;
+    passes(&kernel(|_, _| {}, waits));
+    fails(
+        "global_before_earlier_grids",
+        H::BeforeEarlierGrids,
+        &kernel(
+            |k, data| {
+                k.load::<F32, _>(data);
+            },
+            waits,
+        ),
+    );
+    // One thread may wait for all of the block, if the others wait for it.
+    let one = |k: &mut Builder| {
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), Builder::wait_for_grids);
+    };
+    passes(&kernel(
+        |_, _| {},
+        |k| {
+            let thread = k.thread_index();
+            k.if_(thread.equals(0), Builder::wait_for_grids);
+            k.block_sync();
+        },
+    ));
+    fails("other_threads_before_earlier_grids", H::BeforeEarlierGrids, &kernel(|_, _| {}, one));
+    // The grids after this one wait for its end alone.
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let block = k.block_index();
+    k.if_(block.equals(1), Builder::wait_for_grids);
+    fails("end_before_earlier_grids", H::BeforeEarlierGrids, &k.finish().unwrap());
 }
