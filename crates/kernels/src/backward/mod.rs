@@ -44,6 +44,8 @@
 //! `dQ` share one. ptxas lets accumulators share registers only across a point at which no `wgmma`
 //! is in flight, and a step has two such points.
 //!
+//! That loop is in `consumer`; its waits, products and additions are in `warpgroup`.
+//!
 //! Heads wider than 128 use key blocks of 64 keys, which both warpgroups share: one computes `P`
 //! and `dV`, the other `dS` and `dK` (`wide`). Narrow heads without a mask may give each warpgroup
 //! 128 keys, 64 at a time within a step, which halves the additions to `dQ`.
@@ -78,6 +80,7 @@ mod sink_gradients;
 mod split;
 pub(crate) mod tile_scheduler;
 mod tuned;
+mod warpgroup;
 mod wide;
 
 pub use pass::{BackwardPass, SumsLayout};

@@ -24,9 +24,10 @@ use ptx::{
     Select, SharedAddress, StoreHint, U32, Value,
 };
 
-use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
+use super::consumer::Consumer;
 use super::epilogue::{self, Done};
 use super::tile_scheduler::{Tile, TileScheduler};
+use super::warpgroup::{NO_STEP, Part, Statistic, Warpgroup};
 use super::{Block, PART, ROWS, WARPGROUPS};
 
 /// Bytes of the `P` that is handed over: one 64 x 64 accumulator.

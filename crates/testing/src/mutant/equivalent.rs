@@ -67,7 +67,7 @@ const SLOWER: &[Equivalent] = &[
     slower("decode/walk.rs", "k.if_(mask.touches", MASKED),
     slower("mma/walk.rs", "", MASKED),
     slower("mma/backward/weights.rs", "k.if_(", MASKED),
-    slower("backward/consumer.rs", "k.if_(needs_mask", MASKED),
+    slower("backward/warpgroup.rs", "k.if_(needs_mask", MASKED),
     slower("/softmax.rs", "", "what is multiplied by a factor of 1 stays as it is"),
 ];
 
