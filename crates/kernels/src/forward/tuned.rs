@@ -303,8 +303,7 @@ const PREFILL_RULES: &[Rule] = &[
     Rule {
         masks: Masks::Causal,
         tile: TILE_192X96,
-        reason: "192 x 96 tiles are fastest in forward under a causal mask, and expected to be here from 4096 \
-                 positions on",
+        reason: "192 x 96 tiles are fastest from 4096 positions on under a causal mask",
         ..RAGGED_UP_TO_64
     },
     Rule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
