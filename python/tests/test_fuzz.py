@@ -389,7 +389,7 @@ def of_another_shape(dice, array):
         case "one":
             return array[(slice(None),) * axis + (slice(1),)]
         case "none":
-            return array.reshape(-1)[0].reshape(()) if array.size else array
+            return array.reshape(-1)[:1].reshape(()) if array.size else array
         case "many":
             return array.reshape((1,) * dice.pick(1, 3, 9, 30) + array.shape)
 
