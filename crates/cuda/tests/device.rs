@@ -5,7 +5,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flashcore_cuda::{
     Arguments, Buffer, Cache, Device, DeviceAddress, DeviceInfo, DeviceSlice, Driver, Error, Event,
@@ -393,6 +393,7 @@ fn events_measure_time() {
     let Some(device) = device() else { return };
     let addition = Addition::new(&device);
     let [start, end] = [(); 2].map(|()| Event::new(&device).unwrap());
+    let begun = Instant::now();
     start.record(&addition.stream).unwrap();
     for _ in 0..100 {
         addition.launch().unwrap();
@@ -405,7 +406,9 @@ fn events_measure_time() {
     assert!(end.is_passed().unwrap());
     let milliseconds = end.milliseconds_since(&start).unwrap();
     println!("{:.2} us per launch", 10.0 * milliseconds);
-    assert!(milliseconds > 0.0 && milliseconds < 1000.0);
+    // Other tests may keep the GPU, and a virtual one its machine, for as long as they like.
+    let by_the_host = begun.elapsed().as_secs_f64() * 1e3;
+    assert!(milliseconds > 0.0 && milliseconds < 1.01 * by_the_host);
 }
 
 #[test]
