@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use crate::error::check;
-use crate::{Driver, Error, Result};
+use crate::{Driver, DriverVersion, Error, Result};
 
 /// The compute capability, on which a device's instructions and limits depend, as in "9.0".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -192,6 +192,12 @@ impl Device {
     /// Returns the index of the device in the driver.
     pub fn ordinal(&self) -> u32 {
         self.shared.info.ordinal
+    }
+
+    /// Tells whether kernels may be launched programmatically ([`Launch::programmatic`](crate::Launch))
+    /// wherever others may: before CUDA 12.3 graphs had no such launches.
+    pub fn takes_programmatic_launches(&self) -> bool {
+        self.info().driver.version >= DriverVersion { major: 12, minor: 3 }
     }
 
     /// Returns the free device memory in bytes.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 
 use cuda::{
-    Arguments, Cache, Cubin, Device, DriverVersion, Function, FunctionAttributes, Launch, Module,
+    Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
     OptimizationLevel, Parameter, RelaxedCapture, Stream, Unfinished,
 };
 use kernels::Configuration;
@@ -14,9 +14,6 @@ use super::{Gpu, GpuError, lock};
 
 /// Optimization level of the compiler: the same as in the tests of registers and spills.
 pub(super) const LEVEL: OptimizationLevel = OptimizationLevel::O3;
-
-/// The first driver whose graphs take programmatic launches.
-const PROGRAMMATIC_GRAPHS: DriverVersion = DriverVersion { major: 12, minor: 3 };
 
 /// How kernels that are not in the cache are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -231,8 +228,7 @@ impl Binary {
             block: [program.threads, 1, 1],
             cluster: [program.cluster, 1, 1],
             shared_bytes,
-            programmatic: program.waits_for_grids()
-                && device.info().driver.version >= PROGRAMMATIC_GRAPHS,
+            programmatic: program.waits_for_grids() && device.takes_programmatic_launches(),
             ..Launch::default()
         };
         let compilation = Compilation {

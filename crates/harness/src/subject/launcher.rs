@@ -39,7 +39,7 @@ impl Launcher {
             block: [description.threads, 1, 1],
             cluster: [description.cluster, 1, 1],
             shared_bytes: description.shared_bytes,
-            programmatic: description.programmatic,
+            programmatic: description.programmatic && gpu.device().takes_programmatic_launches(),
         };
         let (mut words, mut memory) = (HashMap::new(), HashMap::new());
         for (index, argument) in description.arguments.iter().enumerate() {

@@ -188,19 +188,17 @@ fn before_earlier_grids() {
         ),
     );
     // One thread may wait for all of the block, if the others wait for it.
-    let one = |k: &mut Builder| {
+    fn one_waits(k: &mut Builder) {
         let thread = k.thread_index();
         k.if_(thread.equals(0), Builder::wait_for_grids);
+    }
+    let all_wait_for_it = |k: &mut Builder| {
+        one_waits(k);
+        k.block_sync();
     };
-    passes(&kernel(
-        |_, _| {},
-        |k| {
-            let thread = k.thread_index();
-            k.if_(thread.equals(0), Builder::wait_for_grids);
-            k.block_sync();
-        },
-    ));
-    fails("other_threads_before_earlier_grids", H::BeforeEarlierGrids, &kernel(|_, _| {}, one));
+    passes(&kernel(|_, _| {}, all_wait_for_it));
+    let unordered = kernel(|_, _| {}, one_waits);
+    fails("other_threads_before_earlier_grids", H::BeforeEarlierGrids, &unordered);
     // The grids after this one wait for its end alone.
     let mut k = Builder::new("kernel", Target::SM_90A, 32);
     let block = k.block_index();
