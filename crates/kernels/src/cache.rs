@@ -2,7 +2,9 @@
 //!
 //! An 8-bit number stands for its value times its scale, an `f32`.
 
-use ptx::{Builder, Capability, Element, Expression, F32, GlobalAddress, Reg, Target, U32, U64};
+use ptx::{
+    Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Reg, Target, U32, U64,
+};
 
 use crate::parameter::{Axis, Tensor};
 use crate::strides::Strided;
@@ -112,9 +114,10 @@ impl HeadScales {
         }
     }
 
-    /// Loads the scale of a sequence and key head.
+    /// Loads the scale of a sequence and key head, where it is written.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
         let index = sequence.convert::<U64>() * self.batch + head.convert::<U64>() * self.head;
-        k.load(self.address + index * 4)
+        let [scale] = k.load_vector(self.address + index * 4, LoadHint::IN_PLACE);
+        scale
     }
 }

@@ -5,10 +5,7 @@
 //! (starts, lengths, batch entries) may be absent, and whatever they or the block table hold,
 //! results are clamped to the bounds of the launch.
 
-use ptx::{
-    Builder, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, Select, U32, U64,
-    Value,
-};
+use ptx::{Builder, Expression, GlobalAddress, LoadHint, Reg, S32, Select, U32, U64, Value};
 
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
@@ -68,10 +65,8 @@ impl Places {
         let Some(Pages { table, columns, .. }) = &self.pages else { return };
         let first = k.eval(thread * (LINE / 4));
         k.if_(first.less(sequences * *columns), |k| {
-            // The assembler would drop an ordinary load whose result is unused.
-            let hint = LoadHint { order: LoadOrder::Relaxed(Scope::Gpu), ..Default::default() };
             let at = *table + first.convert::<U64>() * 4;
-            let [_unused] = k.load_vector::<U32, _, 1>(at, hint);
+            let [_unused] = k.load_vector::<U32, _, 1>(at, LoadHint::IN_PLACE);
         });
     }
 
@@ -225,24 +220,24 @@ pub(crate) fn entry_of(
     index: impl Into<Value<U32>>,
     otherwise: impl Into<Value<S32>>,
 ) -> Reg<S32> {
-    let value = k.variable(otherwise);
+    // A register of its own, so that the load does not wait for `otherwise`, which may depend on
+    // other loads.
+    let value = k.variable(0);
     let index = k.eval(index);
     let present = k.eval(list.reinterpret::<U64>().differs(0));
     k.if_(present, |k| {
         let loaded = k.load::<S32, _>(list + index.convert::<U64>() * 4);
         k.set(value, loaded);
     });
-    value
+    k.eval(present.select::<S32>(value, otherwise))
 }
 
 /// Returns the inclusive prefix sum over the lanes of the warp.
-pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
+pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>) -> Reg<U32> {
     let mut sum = value;
-    for distance in [1, 2, 4, 8, 16u32] {
-        let from = k.eval((lane - distance) % 32);
-        let other = k.shuffle_index(sum, from);
-        let other = lane.at_least(distance).select::<U32>(other, 0);
-        sum = k.eval(sum + other);
+    for distance in [1, 2, 4, 8, 16] {
+        let (other, exists) = k.shuffle_up(sum, distance);
+        sum = k.eval(sum + exists.select::<U32>(other, 0));
     }
     sum
 }

@@ -79,16 +79,23 @@ pub(super) struct Ring<'a> {
 impl Ring<'_> {
     /// Begins a sequence: issues copies of as many tiles as there are stages. The locations of all
     /// of them and of the next one are looked up first, so that the loads of the block table
-    /// overlap.
-    pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor) {
-        let Decode { stages, warps, .. } = *self.decode;
+    /// overlap. What `request` loads arrives before the second tile.
+    pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor, request: impl Fn(&mut Builder)) {
+        let Decode { stages, warps, paged, .. } = *self.decode;
         let tiles = (0..=stages).map(|ahead| k.eval(self.warp + ahead * warps));
         let tiles: Vec<Reg<U32>> = tiles.collect();
         let places: Vec<_> = tiles.iter().map(|tile| self.look_up(k, cursor, *tile)).collect();
         let stage = k.variable(self.stage);
-        for (tile, place) in tiles.into_iter().zip(&places).take(stages as usize) {
-            self.copy(k, cursor, tile, *place, stage);
+        // With pages, nothing can be copied until the block table is read.
+        if paged {
+            request(k);
+        }
+        for (index, tile) in tiles.into_iter().take(stages as usize).enumerate() {
+            self.copy(k, cursor, tile, places[index], stage);
             self.next(k, stage);
+            if index == 0 && !paged {
+                request(k);
+            }
         }
         self.set_next(k, places[stages as usize]);
     }
@@ -274,9 +281,12 @@ impl Gather {
         let sizes: Vec<Reg<U32>> = (0..decode.tile_keys / ROWS)
             .map(|pass| self.keys.copies.valid_bytes(k, self.place.row + ROWS * pass, valid))
             .collect();
-        for (source, offset) in [(&self.keys, 0), (&self.values, decode.key_layout().bytes())] {
-            let to = self.inside.map(|inside| k.eval(target + inside + offset));
-            let rows = self.rows(k, decode, source, place);
+        // Both tensors' rows before any copy: shuffles would queue up behind copies.
+        let sources = [&self.keys, &self.values];
+        let rows = sources.map(|source| self.rows(k, decode, source, place));
+        let targets = [target, k.eval(target + decode.key_layout().bytes())];
+        for ((source, target), rows) in sources.into_iter().zip(targets).zip(rows) {
+            let to = self.inside.map(|inside| k.eval(target + inside));
             for (pass, (from, bytes)) in (0u32..).zip(rows.into_iter().zip(&sizes)) {
                 let to = (to[pass as usize % 2], ROWS * pass);
                 source.copies.copy(k, self.place, to, from, Some(*bytes));

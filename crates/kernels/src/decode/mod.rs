@@ -50,26 +50,26 @@ mod walk;
 pub use tuned::{DecodeWorkload, Tuned, every_tuned, tuned};
 
 use ptx::{
-    Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, SteppedLanes, Swizzle,
-    Target, TileLayout, U32,
+    Builder, Capability, Element, Expression, Program, Reg, SteppedLanes, Swizzle, Target,
+    TileLayout, U32,
 };
 
 use crate::attention::function::lower::Functions;
 use crate::attention::rows::Sinks;
-use crate::attention::scores::{ScoreRule, Slopes};
+use crate::attention::scores::ScoreRule;
 use crate::attention::sequences::Places;
 use crate::attention::{MaskKind, Rules};
 use crate::cache::{Cache, Scales};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{Number, Tensor};
-use crate::strides::Strides;
+use crate::parameter::Number;
 use crate::{Error, build};
 use copies::Copies;
 use fixed::Fixed;
 use merge::{Merge, Results};
+use queries::Inputs;
 use scales::Scaling;
-use schedule::{Cursor, Schedule};
+use schedule::{Cursor, Lengths, Schedule};
 use walk::Walk;
 
 /// The configuration that a decode kernel is built for.
@@ -352,52 +352,55 @@ impl Decode {
     }
 
     fn write(&self, k: &mut Builder) {
-        wait_for_earlier_grids(k);
-        let queries: Reg<GlobalAddress> = Tensor::Query.address(k);
-        let query_strides = Strides::parameters(k, Tensor::Query);
+        let inputs = Inputs::parameters(k, self);
         let results = Results::parameters(k);
         let schedule = Schedule::parameters(k, self);
         let copies = Copies::parameters(k);
         let scaling = Scaling::parameters(k, self);
         let places = Places::parameters(k, self.paged);
-        let scores = ScoreRule::parameters(k, &self.rules);
-        let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
+        let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh();
         let functions = Functions::parameters(k, &self.rules);
         let numbers = self.numbers(k);
-        let block = k.block_index();
-        let thread = k.thread_index();
-        let thread = k.eval(block * self.threads() + thread);
-        places.prefetch_block_table(k, schedule.sequences(), thread);
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
         let ring = copies.prepare(k, self, &places, &numbers, &scaling);
         let merge = Merge::new(k, self, &numbers, results, sinks, &scaling);
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
-        let mut cursor = Cursor::new(k, self, &schedule, &numbers);
+        wait_for_earlier_grids(k);
+        let block = k.block_index();
+        let thread = k.thread_index();
+        let thread = k.eval(block * self.threads() + thread);
+        places.prefetch_block_table(k, schedule.sequences(), thread);
+        let (mut cursor, first) = Cursor::new(k, self, &schedule, &numbers);
         let fixed = (self.splits != Splits::Balanced).then(|| Fixed::new(k, &merge));
-        let begin = |k: &mut Builder, cursor: &mut Cursor| {
-            cursor.load(k, self, &schedule, &places, &numbers);
-            ring.begin(k, cursor);
+        let begin = |k: &mut Builder, cursor: &mut Cursor, lengths: &Lengths| {
+            cursor.load(k, self, lengths, (&places, &scaling), &numbers);
+            ring.begin(k, cursor, |k| inputs.request(k, self, &numbers, cursor));
         };
+        let begin_next = |k: &mut Builder, cursor: &mut Cursor| {
+            let lengths = schedule.lengths(k, self, &numbers, cursor.sequence());
+            begin(k, cursor, &lengths);
+        };
+        inputs.clear(k);
         k.if_(cursor.has_more(), |k| {
-            begin(k, &mut cursor);
+            begin(k, &mut cursor, &first);
             k.loop_(|k| {
-                let mut walk = Walk::new(k, self, &numbers, lanes);
-                walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
+                let mut walk = Walk::new(k, self, &numbers, lanes, &inputs, &cursor);
                 let Some(fixed) = &fixed else {
-                    walk.keys(k, &ring, &cursor, (scores, slopes), &functions);
+                    walk.keys(k, &ring, &cursor, scores, &functions);
 
                     // Issues the copies of the next sequence's first tiles before this sequence is
                     // merged.
                     let part = cursor.part(k, &numbers);
                     cursor.advance(k);
                     let more = k.eval(cursor.has_more());
-                    k.if_(more, |k| begin(k, &mut cursor));
+                    inputs.clear(k);
+                    k.if_(more, |k| begin_next(k, &mut cursor));
                     merge.finish(k, &walk, &part);
                     return k.break_if(!more);
                 };
-                let score_rows = walk.score_rows(k, &cursor, slopes, &functions);
+                let score_rows = walk.score_rows(k, &cursor, &functions);
                 let tile = k.variable(ring.warp());
                 let split = k.variable(cursor.first_split());
                 k.loop_(|k| {
@@ -407,7 +410,8 @@ impl Decode {
                     let last = k.eval((split + 1).at_least(share.end));
                     k.if_(last, |k| {
                         cursor.advance(k);
-                        k.if_(cursor.has_more(), |k| begin(k, &mut cursor));
+                        inputs.clear(k);
+                        k.if_(cursor.has_more(), |k| begin_next(k, &mut cursor));
                     });
                     fixed.finish(k, &walk, &share, split);
                     k.break_if(last);

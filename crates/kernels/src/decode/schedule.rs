@@ -7,11 +7,13 @@
 //! With fixed-size splits, the list holds splits instead of tiles, and a block counts only what its
 //! own query rows see: blocks of a team that have other rows may have other splits.
 
-use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, Select, U32, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, Select, U32, Value};
 
+use super::scales::Scaling;
 use super::{Decode, Numbers, Splits};
 use crate::attention::sequences::{Places, Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
+use crate::cache::Scales;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number};
 
@@ -39,7 +41,7 @@ pub(super) struct Schedule {
 
 /// The lengths of one sequence, and its units in the list.
 #[derive(Clone, Copy)]
-struct Lengths {
+pub(super) struct Lengths {
     queries: Reg<U32>,
     first_query: Reg<U32>,
     keys: Reg<U32>,
@@ -50,6 +52,46 @@ struct Lengths {
     fixed: Option<[Reg<U32>; 2]>,
     /// Units of the list that the sequence has: tiles, or fixed-size splits.
     units: Reg<U32>,
+}
+
+impl Lengths {
+    fn zero(k: &mut Builder, decode: &Decode) -> Self {
+        let mut zero = || k.variable(0);
+        Lengths {
+            queries: zero(),
+            first_query: zero(),
+            keys: zero(),
+            first_row: zero(),
+            first_tile: zero(),
+            fixed: (decode.splits != Splits::Balanced).then(|| [zero(), zero()]),
+            units: zero(),
+        }
+    }
+
+    fn registers(&self) -> impl Iterator<Item = Reg<U32>> {
+        let Lengths { queries, first_query, keys, first_row, first_tile, fixed, units } = *self;
+        [queries, first_query, keys, first_row, first_tile, units]
+            .into_iter()
+            .chain(fixed.into_iter().flatten())
+    }
+
+    fn set(&self, k: &mut Builder, others: &Lengths) {
+        self.registers().zip(others.registers()).for_each(|(mine, other)| k.set(mine, other));
+    }
+
+    /// Returns the lengths that a lane of the warp has, to all lanes.
+    fn of_lane(&self, k: &mut Builder, lane: Reg<U32>) -> Self {
+        let mut of_lane = |mine| k.shuffle_index(mine, lane);
+        Lengths {
+            queries: of_lane(self.queries),
+            first_query: of_lane(self.first_query),
+            keys: of_lane(self.keys),
+            first_row: of_lane(self.first_row),
+            first_tile: of_lane(self.first_tile),
+            fixed: self.fixed.map(|fixed| fixed.map(&mut of_lane)),
+            units: of_lane(self.units),
+        }
+    }
 }
 
 /// Returns the first and the last query that a block counts, of a sequence's `queries`: all of
@@ -95,7 +137,7 @@ impl Schedule {
 
     /// Reads the lengths of a sequence. They are clamped to the launch's bounds, whatever memory
     /// holds.
-    fn lengths(
+    pub(super) fn lengths(
         &self,
         k: &mut Builder,
         decode: &Decode,
@@ -159,20 +201,24 @@ impl Schedule {
         self.batch
     }
 
-    /// Returns the units (tiles or fixed-size splits) of each lane's sequence; 0 beyond the last.
-    fn units_of(
+    /// Reads the lengths of the lanes' sequences, which begin at `first`, and adds up their units
+    /// over the lanes before and with each. Sequences beyond the last have no units.
+    fn read_lanes(
         &self,
         k: &mut Builder,
         decode: &Decode,
         numbers: &Numbers,
-        sequence: Reg<U32>,
-    ) -> Reg<U32> {
-        let units = k.variable(0);
+        first: Reg<U32>,
+        (lanes, through): (&Lengths, Reg<U32>),
+    ) {
+        let sequence = k.eval(first + numbers.lane);
+        k.set(lanes.units, 0);
         k.if_(sequence.less(self.batch), |k| {
             let lengths = self.lengths(k, decode, numbers, sequence);
-            k.set(units, lengths.units);
+            lanes.set(k, &lengths);
         });
-        units
+        let sum = inclusive_sum(k, lanes.units);
+        k.set(through, sum);
     }
 }
 
@@ -197,6 +243,8 @@ pub(super) struct Cursor {
     pub(super) first_row: Reg<U32>,
     /// The sequence's batch entry in the cache; with pages, its row of the block table.
     pub(super) entry: Reg<U32>,
+    /// The scale of the sequence's keys, where the cache has one for each head.
+    pub(super) key_scale: Option<Reg<F32>>,
     units: Reg<U32>,
     /// The sequence's splits, with fixed-size splits.
     fixed: Option<FixedUnits>,
@@ -267,23 +315,24 @@ impl Part {
 }
 
 impl Cursor {
-    /// Finds the team's share of the list and the sequence at its beginning. Each warp does it on
-    /// its own, 32 sequences at a time.
+    /// Finds the team's share of the list and the sequence at its beginning, and returns that
+    /// sequence's lengths. Each warp does it on its own, 32 sequences at a time. The lengths of up to
+    /// 32 sequences are read once: nothing is copied before they are known.
     pub(super) fn new(
         k: &mut Builder,
         decode: &Decode,
         schedule: &Schedule,
         numbers: &Numbers,
-    ) -> Self {
-        let (mine, longest) = (k.variable(0), k.variable(0));
+    ) -> (Self, Lengths) {
+        let (total, longest) = (k.variable(0), k.variable(0));
+        let (lanes, through) = (Lengths::zero(k, decode), k.variable(0));
         k.for_range(0, schedule.batch, 32, |k, first| {
-            let sequence = k.eval(first + numbers.lane);
-            let units = schedule.units_of(k, decode, numbers, sequence);
-            k.set(mine, mine + units);
-            k.set(longest, longest.maximum(units));
+            schedule.read_lanes(k, decode, numbers, first, (&lanes, through));
+            let longest_of_lanes = k.reduce_lanes(lanes.units, 32, |a, b| a.maximum(b));
+            k.set(longest, longest.maximum(longest_of_lanes));
+            let all = k.shuffle_index(through, 31);
+            k.set(total, total + all);
         });
-        let total = k.reduce_lanes(mine, 32, |a, b| a + b);
-        let longest = k.reduce_lanes(longest, 32, |a, b| a.maximum(b));
         let rounded = k.eval(total + (schedule.teams.number - 1));
         let (share, _) = schedule.teams.divide(k, rounded);
         let quota = match schedule.least_tiles {
@@ -300,12 +349,12 @@ impl Cursor {
 
         let sequence = k.variable(schedule.batch);
         let before = k.variable(0);
-        let first = k.variable(0);
+        let (first, lane) = (k.variable(0), k.variable(0));
         k.loop_(|k| {
             k.break_if(first.at_least(schedule.batch));
-            let mine = k.eval(first + numbers.lane);
-            let units = schedule.units_of(k, decode, numbers, mine);
-            let through = inclusive_sum(k, units, numbers.lane);
+            k.if_(schedule.batch.at_least(33), |k| {
+                schedule.read_lanes(k, decode, numbers, first, (&lanes, through));
+            });
             let passed = k.eval((before + through).at_most(unit));
             let count = k.count_lanes(passed);
             // The units of those sequences of the 32 that end before the team's share.
@@ -314,11 +363,13 @@ impl Cursor {
             let skipped = k.eval(count.equals(0).select::<U32>(0, last));
             k.set(before, before + skipped);
             k.set(sequence, first + count);
+            k.set(lane, count % 32);
             k.break_if(count.less(32));
             k.set(first, first + 32);
         });
+        let lengths = lanes.of_lane(k, lane);
         let zero = |k: &mut Builder| k.variable::<U32>(0);
-        Cursor {
+        let cursor = Cursor {
             quota,
             unit,
             end,
@@ -330,6 +381,7 @@ impl Cursor {
             keys: zero(k),
             first_row: zero(k),
             entry: zero(k),
+            key_scale: (decode.cache.key_scales == Scales::PerHead).then(|| k.variable(0.0)),
             units: zero(k),
             fixed: match decode.splits {
                 Splits::Balanced => None,
@@ -339,7 +391,8 @@ impl Cursor {
             },
             first_key: zero(k),
             count: zero(k),
-        }
+        };
+        (cursor, lengths)
     }
 
     /// Returns whether the team has units left.
@@ -347,16 +400,16 @@ impl Cursor {
         self.unit.less(self.end)
     }
 
-    /// Reads the lengths of the current sequence and finds the team's tiles of it.
+    /// Begins the current sequence, which has these lengths: reads its scales and finds the team's
+    /// tiles of it.
     pub(super) fn load(
         &mut self,
         k: &mut Builder,
         decode: &Decode,
-        schedule: &Schedule,
-        places: &Places,
+        lengths: &Lengths,
+        (places, scaling): (&Places, &Scaling),
         numbers: &Numbers,
     ) {
-        let lengths = schedule.lengths(k, decode, numbers, self.sequence);
         let inside = k.eval(self.unit - self.before);
         k.set(self.queries, lengths.queries);
         k.set(self.first_query, lengths.first_query);
@@ -381,6 +434,12 @@ impl Cursor {
         }
         let entry = places.entry(k, self.sequence);
         k.set(self.entry, entry);
+        let scale = scaling.keys.of_head(k, self.sequence, numbers.key_head);
+        if let Some((mine, scale)) = self.key_scale.zip(scale) {
+            k.set(mine, scale);
+        }
+        // The merge loads it again, from L2: wide heads have no register for it meanwhile.
+        let _ = scaling.values.of_head(k, self.sequence, numbers.key_head);
     }
 
     /// Returns the block's query rows of the sequence.

@@ -162,10 +162,10 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
             }
         }
     }
-    // Chunked masks, with contiguous and with paged caches.
+    // The most used head dim in a contiguous cache, and chunked masks with both kinds of caches.
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    for paged in [false, true] {
-        let (element, rules) = (Element::BF16, chunked);
+    for (rules, paged) in [(Rules::LOCAL, false), (chunked, false), (chunked, true)] {
+        let element = Element::BF16;
         let (head_dim, value_head_dim, query_rows) = (128, 128, 8);
         let cache = Cache::plain(element);
         let batch_invariant = false;

@@ -1,22 +1,21 @@
 //! The main loop of a warp: its tiles of one sequence, from scores to the update of the output.
 
-use std::f32::consts::LN_2;
+use std::f32::consts::LOG2_E;
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, SteppedLanes, U32};
+use ptx::{Builder, Expression, F32, Reg, S32, SteppedLanes, U32};
 
 use super::copies::Ring;
 use super::mask::Mask;
 use super::products::{self, Output};
-use super::queries::{Queries, Row};
-use super::scales::{OutputScale, Scaling};
+use super::queries::{Inputs, Queries, Row};
+use super::scales::OutputScale;
 use super::schedule::Cursor;
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
 use crate::attention::Score;
 use crate::attention::function::lower::{Functions, ScoreCoordinates};
-use crate::attention::scores::{ScoreRule, Slopes, alibi};
+use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::visibility::VisibleColumns;
-use crate::strides::Strides;
 
 /// A warp's state while it goes through its tiles of a sequence: the query fragments, the running
 /// softmax and the output accumulators.
@@ -24,6 +23,7 @@ pub(super) struct Walk<'a> {
     decode: &'a Decode,
     numbers: &'a Numbers,
     lanes: SteppedLanes,
+    inputs: &'a Inputs,
     queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
@@ -78,38 +78,24 @@ fn first_column(k: &mut Builder, numbers: &Numbers, first_key: Reg<U32>) -> Reg<
 }
 
 impl<'a> Walk<'a> {
+    /// Begins the cursor's sequence.
     pub(super) fn new(
         k: &mut Builder,
         decode: &'a Decode,
         numbers: &'a Numbers,
         lanes: SteppedLanes,
+        inputs: &'a Inputs,
+        cursor: &Cursor,
     ) -> Self {
         Walk {
             decode,
             numbers,
             lanes,
-            queries: Queries::NONE,
+            inputs,
+            queries: Queries::new(k, decode, inputs, cursor),
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
             output_scale: OutputScale::new(k, decode),
-        }
-    }
-
-    /// Loads the queries of the cursor's sequence, and folds its per-head key scale into their
-    /// factors.
-    pub(super) fn load_queries(
-        &mut self,
-        k: &mut Builder,
-        queries: (Reg<GlobalAddress>, &Strides),
-        cursor: &Cursor,
-        scaling: &Scaling,
-    ) {
-        let (decode, numbers) = (self.decode, self.numbers);
-        self.queries = Queries::load(k, decode, numbers, queries, cursor);
-        if let Some(scale) = scaling.keys.of_head(k, cursor.sequence(), numbers.key_head) {
-            for factor in &mut self.queries.factors {
-                *factor = Some(factor.map_or(scale, |factor| k.eval(factor * scale)));
-            }
         }
     }
 
@@ -125,10 +111,10 @@ impl<'a> Walk<'a> {
         k: &mut Builder,
         ring: &Ring,
         cursor: &Cursor,
-        (rule, slopes): (ScoreRule, Option<Slopes>),
+        rule: ScoreRule,
         functions: &Functions,
     ) {
-        let score_rows = self.score_rows(k, cursor, slopes, functions);
+        let score_rows = self.score_rows(k, cursor, functions);
         let tile = k.variable(ring.warp());
         self.tiles(k, ring, cursor, &score_rows, (tile, cursor.count), rule, functions);
     }
@@ -138,7 +124,6 @@ impl<'a> Walk<'a> {
         &self,
         k: &mut Builder,
         cursor: &Cursor,
-        slopes: Option<Slopes>,
         functions: &Functions,
     ) -> ScoreRows {
         let (decode, numbers) = (self.decode, self.numbers);
@@ -149,11 +134,10 @@ impl<'a> Walk<'a> {
                 let last = k.eval(cursor.queries.maximum(1) - 1);
                 let query = k.eval(row.query.minimum(last));
                 let [first, end] = cursor.visible(k, query);
-                let alibi = slopes.map(|slopes| {
-                    let slope = slopes.log2(k, cursor.sequence(), row.head);
+                let alibi = self.inputs.slope(eight).map(|slope| {
                     let slope = match &functions.score {
-                        None => slope,
-                        Some(_) => k.eval(slope * LN_2),
+                        None => k.eval(slope * LOG2_E),
+                        Some(_) => slope,
                     };
                     (slope, cursor.position(k, query))
                 });

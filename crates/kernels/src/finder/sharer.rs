@@ -245,11 +245,11 @@ impl Sharing {
         k.block_sync();
         // Where each bin begins: a prefix sum in each warp, and one over the warps.
         let mine = bins.get(k, *thread);
-        let through = inclusive_sum(k, mine, *lane);
+        let through = inclusive_sum(k, mine);
         k.if_(lane.equals(31), |k| sums.set(k, *warp, through));
         k.block_sync();
         let sum = sums.get(k, *lane);
-        let through_warps = inclusive_sum(k, sum, *lane);
+        let through_warps = inclusive_sum(k, sum);
         let earlier = k.eval((*warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
         let earlier = k.eval(warp.equals(0).select::<U32>(0, earlier));

@@ -25,7 +25,7 @@ impl Batch {
                 let sequence = sequences.sequence(k, known);
                 let rows = index.less(sequences.batch).select::<U32>(sequence.queries, 0);
                 let count = k.eval((rows + (query_rows - 1)) / query_rows);
-                let through = inclusive_sum(k, count, lane);
+                let through = inclusive_sum(k, count);
                 let number = k.eval(tile - (*tiles + (through - count)));
                 k.if_(number.less(count), |k| {
                     let first_row = k.eval(number * query_rows);

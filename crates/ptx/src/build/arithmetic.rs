@@ -293,6 +293,22 @@ impl Builder {
         self.shuffle(ShuffleMode::Index, value, lane)
     }
 
+    /// Returns the value of the lane `distance` below this one, and whether there is one; the lowest
+    /// lanes get their own value.
+    #[track_caller]
+    pub fn shuffle_up<T: Scalar>(&mut self, value: Reg<T>, distance: u32) -> (Reg<T>, Reg<Pred>) {
+        let (dst, valid) = (self.register::<T>(), self.register::<Pred>());
+        self.push(Instruction::Shuffle {
+            mode: ShuffleMode::Up,
+            dst: dst.register,
+            valid: Some(valid.register),
+            src: value.register,
+            lane: Operand::u32(distance),
+            clamp: 0,
+        });
+        (dst, valid)
+    }
+
     /// Returns the 64-bit value of lane `lane`, shuffled as two halves.
     #[track_caller]
     pub fn shuffle_index_wide(&mut self, value: Reg<U64>, lane: impl Into<Value<U32>>) -> Reg<U64> {

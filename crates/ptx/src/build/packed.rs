@@ -37,8 +37,24 @@ impl Builder {
     #[track_caller]
     pub fn packed_zero(&mut self, element: Element) -> Packed {
         let dst = self.packed(element);
-        self.push(Instruction::Move { dst: dst.register, src: Operand::Immediate(0) });
+        self.clear_packed(dst);
         dst
+    }
+
+    /// Sets a packed register to zeros.
+    #[track_caller]
+    pub fn clear_packed(&mut self, dst: Packed) {
+        self.push(Instruction::Move { dst: dst.register, src: Operand::Immediate(0) });
+    }
+
+    /// Returns the bits of a pair of 16-bit numbers as one word.
+    #[track_caller]
+    pub fn packed_bits(&mut self, pair: Packed) -> Reg<U32> {
+        use crate::Expression;
+        match pair.element {
+            Element::BF16 => self.eval(Reg::<BF16x2>::new(pair.register).reinterpret::<U32>()),
+            _ => self.eval(Reg::<F16x2>::new(pair.register).reinterpret::<U32>()),
+        }
     }
 
     /// Rounds two numbers into a new packed register.

@@ -7,7 +7,7 @@ mod softcap;
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, LoadHint, Reg, S32, U32, U64, Value};
 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
@@ -180,14 +180,22 @@ impl Slopes {
         Slopes { address: List::Slopes.address(k), stride: Number::SlopesStride.read(k) }
     }
 
-    fn load(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
+    /// Loads a slope, in natural units.
+    pub(crate) fn load(
+        &self,
+        k: &mut Builder,
+        sequence: Reg<U32>,
+        head: Reg<U32>,
+        hint: LoadHint,
+    ) -> Reg<F32> {
         let index = k.eval(sequence * self.stride + head);
-        k.load(self.address + index.convert::<U64>() * 4)
+        let [slope] = k.load_vector(self.address + index.convert::<U64>() * 4, hint);
+        slope
     }
 
     /// Loads a slope in units of log2.
     pub(crate) fn log2(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
-        let slope = self.load(k, sequence, head);
+        let slope = self.load(k, sequence, head, LoadHint::default());
         k.eval(slope * LOG2_E)
     }
 
@@ -199,7 +207,7 @@ impl Slopes {
         head: Reg<U32>,
         scale_log2: Reg<F32>,
     ) -> Reg<F32> {
-        let slope = self.load(k, sequence, head);
+        let slope = self.load(k, sequence, head, LoadHint::default());
         let inverse = k.reciprocal(scale_log2);
         k.eval(slope * LOG2_E * inverse)
     }
