@@ -91,7 +91,7 @@ impl Scalar {
         let heads: Reg<U32> = Number::QueryHeads.read(k);
         let group: Reg<U32> = Number::GroupSize.read(k);
         let batches: Reg<U32> = Number::Batch.read(k);
-        let score_rule = ScoreRule::parameters(k, &self.rules);
+        let score_rule = ScoreRule::parameters(k, &self.rules).with_small_tanh();
         let visibility = Visibility::parameters(k, self.rules.mask);
         let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));

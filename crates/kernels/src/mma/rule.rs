@@ -22,9 +22,8 @@ pub(super) struct RuleParameters {
 
 impl RuleParameters {
     pub(super) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
-        let scores = ScoreRule::parameters(k, rules);
         RuleParameters {
-            scores: if rules.alibi { scores } else { scores.with_small_tanh() },
+            scores: ScoreRule::parameters(k, rules).with_small_tanh(),
             visibility: Visibility::parameters(k, rules.mask),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),

@@ -33,7 +33,7 @@ pub(super) struct Corner {
 impl WeightRule {
     pub(super) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
         WeightRule {
-            scores: ScoreRule::parameters(k, rules),
+            scores: ScoreRule::parameters(k, rules).with_small_tanh(),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             scale: Scale::Natural.read(k),
             functions: Functions::of_gradients(k, rules),
