@@ -2,9 +2,7 @@
 //!
 //! An 8-bit number stands for its value times its scale, an `f32`.
 
-use ptx::{
-    Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Reg, Target, U32, U64,
-};
+use ptx::{Builder, Capability, Element, Expression, F32, GlobalAddress, Reg, Target, U32, U64};
 
 use crate::parameter::{Axis, Tensor};
 use crate::strides::Strided;
@@ -114,10 +112,9 @@ impl HeadScales {
         }
     }
 
-    /// Loads the scale of a sequence and key head, where it is written.
+    /// Loads the scale of a sequence and key head.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
         let index = sequence.convert::<U64>() * self.batch + head.convert::<U64>() * self.head;
-        let [scale] = k.load_vector(self.address + index * 4, LoadHint::IN_PLACE);
-        scale
+        k.load(self.address + index * 4)
     }
 }

@@ -52,7 +52,7 @@ pub fn decode() -> Decode {
         head_dim: 64,
         value_head_dim: 64,
         rows: 8,
-        paged: false,
+        page_rows: None,
         rules: Rules::LOCAL,
         warps: 2,
         tile_keys: 16,

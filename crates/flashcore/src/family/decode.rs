@@ -1,7 +1,7 @@
 //! Attention of few queries per sequence over caches of any storage, on Ampere and later: the host
 //! side of the `decode` kernel.
 
-use kernels::decode::{DecodeWorkload, Splits, tuned};
+use kernels::decode::{DecodeWorkload, Splits, rows_in_one_page, tuned};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Cache, Configuration, Scales};
 use ptx::Capability;
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::chip::Chip;
 use crate::plan::Source;
-use crate::problem::Problem;
+use crate::problem::{Problem, Storage};
 
 /// The `decode` family.
 pub(super) struct Decode;
@@ -64,7 +64,12 @@ impl Family for Decode {
             head_dim: problem.head_dim as u32,
             value_head_dim: problem.value_head_dim as u32,
             query_rows,
-            paged: problem.keys.is_paged(),
+            page_rows: match problem.keys {
+                Storage::Paged { size, .. } => {
+                    Some(rows_in_one_page(size, problem.lists.left_padding))
+                }
+                _ => None,
+            },
             rules: problem.rules(window_kind(problem)),
             batch_invariant: problem.batch_invariant,
         };
@@ -163,7 +168,6 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::plan::Arrangement;
-    use crate::problem::Storage;
 
     fn choose(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
         let arrangement = Arrangement::contiguous(problem).unwrap();
@@ -181,10 +185,26 @@ mod tests {
                         .with_storage(Storage::Padded, keys);
                     let choice = choose(&Chip::typical(target), &problem).unwrap();
                     let Configuration::Decode(decode) = choice.kernel() else { panic!() };
-                    assert_eq!((decode.head_dim as usize, decode.paged), (dim, true));
+                    assert_eq!((decode.head_dim as usize, decode.page_rows), (dim, Some(16)));
                 }
             }
         }
+    }
+
+    #[test]
+    fn sixteen_rows_share_a_look_up_where_they_lie_in_one_page() {
+        let page_rows = |text: &str| {
+            let problem =
+                format!("b=2,h=4,s=1,sk=96,d=64,bf16,key_lengths,{text}").parse().unwrap();
+            let choice = choose(&Chip::H200, &problem).unwrap();
+            let Configuration::Decode(decode) = choice.kernel() else { panic!() };
+            decode.page_rows
+        };
+        assert_eq!(page_rows("keys=entries:3"), None);
+        assert_eq!(page_rows("keys=pages:48:2:9"), Some(16));
+        assert_eq!(page_rows("keys=pages:48:2:9,left_padding"), Some(1));
+        assert_eq!(page_rows("keys=pages:24:4:9"), Some(1));
+        assert_eq!(page_rows("keys=pages:1:96:200"), Some(1));
     }
 
     #[test]

@@ -232,7 +232,10 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         }
         (Configuration::Decode(it), Configuration::Decode(best)) => {
             let Decode { rows, warps, tile_keys, stages, blocks, splits, .. } = it;
-            Decode { rows, warps, tile_keys, stages, blocks, splits, ..best } == it
+            // A kernel for pages of any size also serves those of multiples of 16 rows.
+            let any_pages = it.page_rows == Some(1) && best.page_rows.is_some();
+            let page_rows = if any_pages { it.page_rows } else { best.page_rows };
+            Decode { rows, page_rows, warps, tile_keys, stages, blocks, splits, ..best } == it
         }
         (Configuration::Scalar(it), Configuration::Scalar(best)) => {
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
@@ -327,7 +330,8 @@ fn decode_shape(name: &str) -> Option<Decode> {
     }
     let bases = kernels::decode::every_tuned(Target::SM_90A).into_iter();
     let bases = bases.filter(|base| base.splits == Splits::Balanced);
-    let bases = bases.flat_map(|base| [false, true].map(|paged| Decode { paged, ..base }));
+    let bases = bases
+        .flat_map(|base| [None, Some(1), Some(16)].map(|page_rows| Decode { page_rows, ..base }));
     for base in bases.flat_map(|base| [8, 16].map(|rows| Decode { rows, ..base })) {
         // All but the shape, which is what names end with.
         let own = base.name();
@@ -372,7 +376,7 @@ mod tests {
         let impossible = kernels(&format!("{shape}_w16x32_s8b4"), problem).unwrap_err();
         assert!(impossible.contains("no candidate"), "{impossible}");
         let paged = kernels("page16", problem).unwrap();
-        assert!(paged[0].contains("_paged_"), "{paged:?}");
+        assert!(paged[0].contains("_pages16_"), "{paged:?}");
         let refusal = kernels("page24", problem).unwrap_err();
         assert!(refusal.contains("whole number of pages"), "{refusal}");
 

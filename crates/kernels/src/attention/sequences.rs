@@ -5,7 +5,7 @@
 //! (starts, lengths, batch entries) may be absent, and whatever they or the block table hold,
 //! results are clamped to the bounds of the launch.
 
-use ptx::{Builder, Expression, GlobalAddress, LoadHint, Reg, S32, Select, U32, U64, Value};
+use ptx::{Builder, Expression, GlobalAddress, Reg, S32, Select, SharedAddress, U32, U64, Value};
 
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
@@ -53,21 +53,22 @@ impl Places {
         Places { entries: None, count, pages: Some(Pages::parameters(k)) }
     }
 
-    /// Prefetches the block table into L2 while lengths are still being read: each `thread` of the
-    /// grid loads one word of a 128-byte line of it and does not wait for the result.
-    pub(crate) fn prefetch_block_table(
+    /// Touches a line of the block table, or its last one, so that it comes into L2 and its address
+    /// is translated once on this multiprocessor, while lengths are still being read. The word goes
+    /// to shared memory, where nobody reads it: the assembler drops loads into registers that nothing
+    /// reads, and `prefetch.global.L2` holds up the loads behind it.
+    pub(crate) fn touch_block_table(
         &self,
         k: &mut Builder,
         sequences: Reg<U32>,
-        thread: Reg<U32>,
+        line: impl Into<Value<U32>>,
+        to: impl Into<Value<SharedAddress>>,
     ) {
         const LINE: u32 = 128;
         let Some(Pages { table, columns, .. }) = &self.pages else { return };
-        let first = k.eval(thread * (LINE / 4));
-        k.if_(first.less(sequences * *columns), |k| {
-            let at = *table + first.convert::<U64>() * 4;
-            let [_unused] = k.load_vector::<U32, _, 1>(at, LoadHint::IN_PLACE);
-        });
+        let last = k.eval(sequences * *columns - 1);
+        let word = k.eval((line.into() * (LINE / 4)).minimum(last));
+        k.copy_async_word(to, *table + word.convert::<U64>() * 4, None);
     }
 
     /// Returns the batch entry of a sequence; with pages, its row of the block table.
@@ -112,6 +113,11 @@ impl Places {
         let column = index.minimum(*columns - 1);
         let found = read_table(k, *table, *columns, entry, column);
         (k.eval(found.reinterpret::<U32>()), within)
+    }
+
+    /// Returns which row of its page a row of a sequence is.
+    pub(crate) fn row_in_page(&self, k: &mut Builder, row: Reg<U32>) -> Reg<U32> {
+        self.pages.map_or(row, |pages| pages.size.divide(k, row).1)
     }
 
     /// Clamps the result of [`look_up`](Places::look_up) to the pages that exist.

@@ -4,10 +4,10 @@
 //! a warp are ordered by warp barriers (`bar.warp.sync`); warps do not wait for each other.
 
 use ptx::{
-    Builder, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, Select, SharedAddress, U32,
-    U64, Value,
+    Builder, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, Select, SharedAddress, U32, U64,
 };
 
+use super::look_up::{LookUp, TilePlace};
 use super::scales::{Scaling, TokenScales};
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
@@ -49,10 +49,9 @@ impl Copies {
         let gather = Gather::new(k, decode, numbers, self);
         gather.clear_padding(k, decode, base, bytes);
         let scales = TokenScales::new(k, decode, numbers, scaling);
-        let (entry, row) = (k.variable(0), k.variable(0));
+        let look_up = LookUp::new(k, decode, places, numbers.lane);
         let stage = k.variable(0);
-        let Numbers { lane, warp, .. } = *numbers;
-        Ring { decode, places, gather, scales, base, bytes, stage, entry, row, lane, warp }
+        Ring { decode, places, gather, scales, look_up, base, bytes, stage, warp: numbers.warp }
     }
 }
 
@@ -62,60 +61,32 @@ pub(super) struct Ring<'a> {
     places: &'a Places,
     gather: Gather,
     pub(super) scales: TokenScales,
+    look_up: LookUp<'a>,
     base: Reg<SharedAddress>,
     /// Bytes of a stage: a tile of keys, then one of values.
     bytes: u32,
     /// Index of the stage that is read next.
     pub(super) stage: Reg<U32>,
-    /// Location of the tile to be copied next: with pages, that of the lane's own row of the tile,
-    /// otherwise that of the tile's first row. With pages, `entry` is the word of the block table
-    /// as loaded, not yet bounded, so that nothing waits for the load before that tile's turn.
-    entry: Reg<U32>,
-    row: Reg<U32>,
-    lane: Reg<U32>,
     warp: Reg<U32>,
 }
 
 impl Ring<'_> {
-    /// Begins a sequence: issues copies of as many tiles as there are stages. The locations of all
-    /// of them and of the next one are looked up first, so that the loads of the block table
-    /// overlap. What `request` loads arrives before the second tile.
+    /// Begins a sequence: issues copies of as many tiles as there are stages. Their places are looked
+    /// up first, so that the loads of the block table overlap. What `request` loads arrives before the
+    /// second tile.
     pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor, request: impl Fn(&mut Builder)) {
-        let Decode { stages, warps, paged, .. } = *self.decode;
-        let tiles = (0..=stages).map(|ahead| k.eval(self.warp + ahead * warps));
+        let Decode { stages, warps, .. } = *self.decode;
+        let tiles = (0..stages).map(|ahead| k.eval(self.warp + ahead * warps));
         let tiles: Vec<Reg<U32>> = tiles.collect();
-        let places: Vec<_> = tiles.iter().map(|tile| self.look_up(k, cursor, *tile)).collect();
+        let places = self.look_up.begin(k, cursor, &tiles);
         let stage = k.variable(self.stage);
-        // With pages, nothing can be copied until the block table is read.
-        if paged {
-            request(k);
-        }
-        for (index, tile) in tiles.into_iter().take(stages as usize).enumerate() {
-            self.copy(k, cursor, tile, places[index], stage);
+        for (index, (tile, place)) in tiles.into_iter().zip(&places).enumerate() {
+            self.copy(k, cursor, tile, place, stage);
             self.next(k, stage);
-            if index == 0 && !paged {
+            if index == 0 {
                 request(k);
             }
         }
-        self.set_next(k, places[stages as usize]);
-    }
-
-    fn set_next(&self, k: &mut Builder, [entry, row]: [Reg<U32>; 2]) {
-        k.set(self.entry, entry);
-        k.set(self.row, row);
-    }
-
-    /// Looks up the location of a tile: with pages, each lane that of its own row, otherwise all
-    /// lanes that of the first row.
-    fn look_up(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) -> [Reg<U32>; 2] {
-        let Decode { paged, tile_keys, .. } = *self.decode;
-        let mine: Value<U32> = match paged {
-            true => self.lane % tile_keys,
-            false => Value::from(0),
-        };
-        let row = k.eval(cursor.first_row + cursor.first_key + tile * tile_keys + mine);
-        let (entry, row) = self.places.look_up(k, cursor.entry, row);
-        [entry, row]
     }
 
     /// Issues the copies of a tile into a stage, if the tile exists, and commits them as one group.
@@ -125,7 +96,7 @@ impl Ring<'_> {
         k: &mut Builder,
         cursor: &Cursor,
         tile: Reg<U32>,
-        [entry, row]: [Reg<U32>; 2],
+        place: &TilePlace,
         stage: Reg<U32>,
     ) {
         let decode = self.decode;
@@ -133,9 +104,9 @@ impl Ring<'_> {
             let target = k.eval(self.base + stage * self.bytes);
             let first = k.eval(cursor.first_key + tile * decode.tile_keys);
             let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
-            let place = [self.places.bounded(k, entry), row];
-            self.gather.copy(k, decode, target, place, valid);
-            self.scales.copy(k, stage, place, valid);
+            let place = place.bounded(k, self.places);
+            self.gather.copy(k, decode, target, &place, valid);
+            self.scales.copy(k, stage, &place, valid);
         });
         k.copy_async_commit();
     }
@@ -148,15 +119,13 @@ impl Ring<'_> {
     }
 
     /// Releases the current stage, which held the warp's `tile`: issues the copies of the tile that
-    /// takes its place, looks up the one after that, and moves on to the next stage.
+    /// takes its place, and moves on to the next stage.
     pub(super) fn release(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
         k.warp_sync();
         let Decode { stages, warps, .. } = *self.decode;
         let next = k.eval(tile + stages * warps);
-        self.copy(k, cursor, next, [self.entry, self.row], self.stage);
-        let after = k.eval(next + warps);
-        let place = self.look_up(k, cursor, after);
-        self.set_next(k, place);
+        let place = self.look_up.next(k, cursor, next);
+        self.copy(k, cursor, next, &place, self.stage);
         self.next(k, self.stage);
     }
 
@@ -275,7 +244,7 @@ impl Gather {
         k: &mut Builder,
         decode: &Decode,
         target: Reg<SharedAddress>,
-        place: [Reg<U32>; 2],
+        place: &TilePlace,
         valid: Reg<U32>,
     ) {
         let sizes: Vec<Reg<U32>> = (0..decode.tile_keys / ROWS)
@@ -294,37 +263,42 @@ impl Gather {
         }
     }
 
-    /// Returns the addresses of the rows that the lane copies chunks of. With pages, rows may be
-    /// anywhere, and each lane knows the address of one row, which it passes to the others by
-    /// shuffles; otherwise rows are neighbours.
+    /// Returns the addresses of the rows that the lane copies chunks of. Where each lane knows the
+    /// address of one row, it passes that to the others by shuffles; otherwise rows are neighbours.
     fn rows(
         &self,
         k: &mut Builder,
         decode: &Decode,
         source: &GatherSource,
-        [entry, row]: [Reg<U32>; 2],
+        place: &TilePlace,
     ) -> Vec<Reg<GlobalAddress>> {
-        let (passes, source) = (0..decode.tile_keys / ROWS, &source.rows);
-        if decode.paged {
-            let mine = source.row(k, entry, row);
-            let from = |pass| {
-                let index = k.eval(self.place.row + ROWS * pass);
-                let other = k.shuffle_index_wide(mine, index);
-                k.eval(source.address + other)
-            };
-            return passes.map(from).collect();
-        }
-        let row = k.eval(row + self.place.row);
-        let offset = source.row(k, entry, row);
-        let mut from = k.eval(source.address + offset);
-        let step = k.eval(source.row_bytes * ROWS);
-        passes
-            .map(|pass| {
-                if pass > 0 {
-                    from = k.eval(from + step);
+        let (passes, source) = (decode.tile_keys / ROWS, &source.rows);
+        match place {
+            TilePlace::OwnRow([entry, row]) => {
+                let mine = source.row(k, *entry, *row);
+                let from = |pass| {
+                    let index = k.eval(self.place.row + ROWS * pass);
+                    let other = k.shuffle_index_wide(mine, index);
+                    k.eval(source.address + other)
+                };
+                (0..passes).map(from).collect()
+            }
+            TilePlace::Runs(runs) => {
+                let step = k.eval(source.row_bytes * ROWS);
+                let mut rows = Vec::new();
+                for [entry, row] in runs {
+                    let row = k.eval(*row + self.place.row);
+                    let offset = source.row(k, *entry, row);
+                    let mut from = k.eval(source.address + offset);
+                    for pass in 0..passes / runs.len() as u32 {
+                        if pass > 0 {
+                            from = k.eval(from + step);
+                        }
+                        rows.push(from);
+                    }
                 }
-                from
-            })
-            .collect()
+                rows
+            }
+        }
     }
 }

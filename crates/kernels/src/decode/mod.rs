@@ -11,7 +11,7 @@
 //! ```text
 //! for each sequence that the team has a part of:         mod.rs, schedule.rs
 //!     for each tile of keys of a warp:                    walk.rs
-//!         wait for the tile, copied some tiles ahead      copies.rs
+//!         wait for the tile, copied some tiles ahead      copies.rs, look_up.rs
 //!         S = Q K^T                                       products.rs
 //!         S = rule(S), masked                             mask.rs, attention/
 //!         P = 2^(S - m), l += row sums, rescale           softmax.rs
@@ -37,6 +37,7 @@
 mod combine;
 mod copies;
 mod fixed;
+mod look_up;
 mod mask;
 mod merge;
 mod products;
@@ -47,7 +48,7 @@ mod softmax;
 mod tuned;
 mod walk;
 
-pub use tuned::{DecodeWorkload, Tuned, every_tuned, tuned};
+pub use tuned::{DecodeWorkload, Tuned, every_tuned, rows_in_one_page, tuned};
 
 use ptx::{
     Builder, Capability, Element, Expression, Program, Reg, SteppedLanes, Swizzle, Target,
@@ -88,8 +89,9 @@ pub struct Decode {
     /// Query rows of a block: 8 or 16. A row is a pair of a query and a query head of the block's
     /// key head. Where a sequence has more rows, several blocks read the same keys.
     pub rows: u32,
-    /// Whether keys and values are in pages that a block table names.
-    pub paged: bool,
+    /// With pages, how many neighbouring rows of a tile surely lie in one page: 16 or 1
+    /// ([`rows_in_one_page`]). `None` without pages.
+    pub page_rows: Option<u32>,
     /// The mask, which must be a window (chunked or not), and the score rules.
     pub rules: Rules,
     /// Warps per block.
@@ -147,7 +149,7 @@ impl Decode {
     pub fn name(&self) -> String {
         let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
         let Decode { stages, blocks, .. } = self;
-        let paged = if self.paged { "_paged" } else { "" };
+        let paged = self.page_rows.map_or_else(String::new, |rows| format!("_pages{rows}"));
         let chunked = if self.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
         let extras = format!("{paged}{chunked}{}", self.rules.extras());
         let cache = self.cache.suffix(self.element);
@@ -230,6 +232,17 @@ impl Decode {
         4 * self.tile_keys
     }
 
+    /// Returns whether warps touch the block table before they need it. With wide heads the assembler
+    /// would spill registers.
+    const fn touches_block_table(&self) -> bool {
+        self.page_rows.is_some() && self.head_dim + self.value_head_dim <= 384
+    }
+
+    /// Returns the bytes of the words of the block table that warps touch.
+    const fn touched_bytes(&self) -> u32 {
+        if self.touches_block_table() { 4 * self.warps } else { 0 }
+    }
+
     /// Returns the threads per block.
     pub const fn threads(&self) -> u32 {
         32 * self.warps
@@ -266,7 +279,7 @@ impl Decode {
         let of_tokens = [self.cache.key_scales, self.cache.value_scales];
         let of_tokens = of_tokens.into_iter().filter(|it| *it == Scales::PerToken).count() as u32;
         let scales = of_tokens * self.warps * self.stages * self.token_bytes();
-        tiles + scales + 4 * rows * self.value_head_dim + 8 * rows + 4
+        tiles + scales + 4 * rows * self.value_head_dim + 8 * rows + 4 + self.touched_bytes()
     }
 
     /// Returns why this configuration cannot be built, if it cannot.
@@ -293,6 +306,10 @@ impl Decode {
             ),
             (!self.rules.mask.is_window(), "the mask of a ragged batch is a window"),
             (![8, 16].contains(&self.rows), "a block has 8 or 16 query rows"),
+            (
+                !matches!(self.page_rows, None | Some(1 | 16)),
+                "one row of a page is looked up, or 16 that lie in one",
+            ),
             (![16, 32].contains(&self.tile_keys), "a tile has 16 or 32 keys"),
             (
                 self.stages == 0 || !(1..=16).contains(&self.warps) || self.blocks == 0,
@@ -352,12 +369,12 @@ impl Decode {
     }
 
     fn write(&self, k: &mut Builder) {
-        let inputs = Inputs::parameters(k, self);
         let results = Results::parameters(k);
         let schedule = Schedule::parameters(k, self);
         let copies = Copies::parameters(k);
         let scaling = Scaling::parameters(k, self);
-        let places = Places::parameters(k, self.paged);
+        let inputs = Inputs::parameters(k, self, &scaling);
+        let places = Places::parameters(k, self.page_rows.is_some());
         let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh();
         let functions = Functions::parameters(k, &self.rules);
         let numbers = self.numbers(k);
@@ -368,14 +385,19 @@ impl Decode {
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         wait_for_earlier_grids(k);
-        let block = k.block_index();
-        let thread = k.thread_index();
-        let thread = k.eval(block * self.threads() + thread);
-        places.prefetch_block_table(k, schedule.sequences(), thread);
+        if self.touches_block_table() {
+            let (block, touched) = (k.block_index(), k.shared("touched", self.touched_bytes(), 4));
+            let touched = k.shared_address(touched);
+            k.if_(numbers.lane.equals(0), |k| {
+                let line = block * self.warps + numbers.warp;
+                let to = touched + numbers.warp * 4;
+                places.touch_block_table(k, schedule.sequences(), line, to);
+            });
+        }
         let (mut cursor, first) = Cursor::new(k, self, &schedule, &numbers);
         let fixed = (self.splits != Splits::Balanced).then(|| Fixed::new(k, &merge));
         let begin = |k: &mut Builder, cursor: &mut Cursor, lengths: &Lengths| {
-            cursor.load(k, self, lengths, (&places, &scaling), &numbers);
+            cursor.load(k, self, lengths, &places);
             ring.begin(k, cursor, |k| inputs.request(k, self, &numbers, cursor));
         };
         let begin_next = |k: &mut Builder, cursor: &mut Cursor| {
@@ -386,7 +408,7 @@ impl Decode {
         k.if_(cursor.has_more(), |k| {
             begin(k, &mut cursor, &first);
             k.loop_(|k| {
-                let mut walk = Walk::new(k, self, &numbers, lanes, &inputs, &cursor);
+                let mut walk = Walk::new(k, self, &numbers, lanes, &inputs);
                 let Some(fixed) = &fixed else {
                     walk.keys(k, &ring, &cursor, scores, &functions);
 
@@ -421,6 +443,11 @@ impl Decode {
                 k.break_if(!cursor.has_more());
             });
         });
+        if self.touches_block_table() {
+            // A warp without tiles has not waited for what it touched.
+            k.copy_async_commit();
+            k.copy_async_wait(0);
+        }
     }
 
     fn numbers(&self, k: &mut Builder) -> Numbers {

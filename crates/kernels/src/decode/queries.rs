@@ -1,7 +1,9 @@
-//! The queries of a sequence, as A fragments of the products with keys, and the slopes of their rows.
+//! The queries of a sequence, as A fragments of the products with keys, and what else belongs to its
+//! rows: slopes, and the scale of its keys.
 //!
-//! Both are requested before the sequence's first tiles are copied: memory answers in order, so behind
-//! those copies they would arrive last, when all the tiles have long been there to be computed.
+//! All are requested before the sequence's second tile is copied: memory answers in order, so behind
+//! those copies they would arrive last, when all the tiles have long been there to be computed. The
+//! loads stand in a branch, since the assembler moves others behind the copies.
 //!
 //! 8-bit keys are widened to `f16`, which holds all of their values, so queries become `f16` too.
 //! `bf16` queries have fewer digits than `f16` and more range: each row is multiplied by the power
@@ -9,13 +11,13 @@
 //! by it. Elements that underflow `f16` are then below 2^-40 of the row's largest, less than the
 //! precision that a sum in `f32` keeps.
 
-use ptx::{
-    Builder, Expression, F32, FragmentA, GlobalAddress, LoadHint, Packed, Reg, U32, U64, Value,
-};
+use ptx::{Builder, Expression, F32, FragmentA, GlobalAddress, Packed, Reg, U32, U64, Value};
 
+use super::scales::Scaling;
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
 use crate::attention::scores::Slopes;
+use crate::cache::{HeadScales, ScaleSource};
 use crate::parameter::Tensor;
 use crate::strides::Strides;
 
@@ -25,6 +27,8 @@ pub(super) struct Inputs {
     queries: Reg<GlobalAddress>,
     strides: Strides,
     slopes: Option<Slopes>,
+    /// Where the scales of keys are, and that of the sequence.
+    key_scale: Option<(HeadScales, Reg<F32>)>,
     rows: Vec<InputRow>,
 }
 
@@ -37,7 +41,7 @@ struct InputRow {
 }
 
 impl Inputs {
-    pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
+    pub(super) fn parameters(k: &mut Builder, decode: &Decode, scaling: &Scaling) -> Self {
         let queries = Tensor::Query.address(k);
         let strides = Strides::parameters(k, Tensor::Query);
         let slopes = decode.rules.alibi.then(|| Slopes::parameters(k));
@@ -47,7 +51,11 @@ impl Inputs {
             slope: slopes.map(|_| k.variable(0.0)),
         });
         let rows = rows.collect();
-        Inputs { queries, strides, slopes, rows }
+        let key_scale = match scaling.keys {
+            ScaleSource::PerHead(scales) => Some((scales, k.variable(0.0))),
+            ScaleSource::One | ScaleSource::PerToken(_) => None,
+        };
+        Inputs { queries, strides, slopes, key_scale, rows }
     }
 
     /// Sets all rows to zeros, before `request`, and where it may follow: otherwise the rows of before
@@ -58,6 +66,9 @@ impl Inputs {
             if let Some(slope) = slope {
                 k.set(*slope, 0.0);
             }
+        }
+        if let Some((_, scale)) = &self.key_scale {
+            k.set(*scale, 0.0);
         }
     }
 
@@ -71,11 +82,18 @@ impl Inputs {
     ) {
         for (eight, InputRow { words, slope }) in (0..).zip(&self.rows) {
             let row = Row::of(k, numbers, cursor, eight);
-            k.if_(row.exists, |k| self.load_row(k, decode, numbers, cursor, &row, words));
-            if let Some((slope, slopes)) = slope.zip(self.slopes) {
-                let loaded = slopes.load(k, cursor.sequence(), row.head, LoadHint::IN_PLACE);
-                k.set(slope, loaded);
-            }
+            k.if_(row.exists, |k| {
+                // A thread that has a later row has this one.
+                if let (0, Some((scales, scale))) = (eight, &self.key_scale) {
+                    let loaded = scales.of(k, cursor.sequence(), numbers.key_head);
+                    k.set(*scale, loaded);
+                }
+                if let Some((slope, slopes)) = slope.zip(self.slopes) {
+                    let loaded = slopes.load(k, cursor.sequence(), row.head);
+                    k.set(slope, loaded);
+                }
+                self.load_row(k, decode, numbers, cursor, &row, words);
+            });
         }
     }
 
@@ -144,16 +162,16 @@ impl Row {
 }
 
 impl Queries {
-    /// Returns the queries that were requested for the cursor's sequence, with its per-head key scale
-    /// among their factors.
-    pub(super) fn new(k: &mut Builder, decode: &Decode, inputs: &Inputs, cursor: &Cursor) -> Self {
+    /// Returns the queries that were requested, with the per-head key scale among their factors.
+    pub(super) fn new(k: &mut Builder, decode: &Decode, inputs: &Inputs) -> Self {
+        let key_scale = inputs.key_scale.as_ref().map(|(_, scale)| *scale);
         let rows = inputs.rows.iter().map(|InputRow { words, .. }| {
             let (words, factor) =
                 match decode.cache.is_8_bit() && decode.element != decode.operand() {
                     true => to_f16(k, words),
                     false => (words.clone(), None),
                 };
-            let factors = [factor, cursor.key_scale].into_iter().flatten();
+            let factors = [factor, key_scale].into_iter().flatten();
             (words, factors.reduce(|a, b| k.eval(a * b)))
         });
         let (words, factors): (Vec<_>, Vec<_>) = rows.unzip();

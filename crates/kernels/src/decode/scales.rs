@@ -8,6 +8,7 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, Select, SharedAddress, StoreHint, U32, Value};
 
 use super::copies::RowSource;
+use super::look_up::TilePlace;
 use super::{Decode, Numbers};
 use crate::cache::{ScaleSource, Scales};
 use crate::parameter::Tensor;
@@ -34,7 +35,6 @@ pub(super) struct TokenScales {
     values: Option<TokenScale>,
     /// Keys per tile.
     rows: u32,
-    paged: bool,
     lane: Reg<U32>,
 }
 
@@ -65,30 +65,42 @@ impl TokenScales {
             keys: of("key scales", &scaling.keys),
             values: of("value scales", &scaling.values),
             rows: decode.tile_keys,
-            paged: decode.paged,
             lane: numbers.lane,
         }
     }
 
     /// Issues the copies of a tile's scales into a stage. The first `valid` exist; the others
-    /// become zeros. `entry` and `row` locate the tile as in the copies of its keys: with pages the
-    /// lane's own row, otherwise the first row.
+    /// become zeros.
     pub(super) fn copy(
         &self,
         k: &mut Builder,
         stage: Reg<U32>,
-        [entry, row]: [Reg<U32>; 2],
+        place: &TilePlace,
         valid: Reg<U32>,
     ) {
+        let [entry, row] = self.own_row(k, place);
         for scale in [&self.keys, &self.values].into_iter().flatten() {
             k.if_(self.lane.less(self.rows), |k| {
-                let row = if self.paged { row } else { k.eval(row + self.lane) };
                 let within = scale.source.row(k, entry, row);
                 let there = k.eval(self.lane.less(valid).select::<U32>(4, 0));
                 let to = self.row(scale, stage) + self.lane * 4;
                 k.copy_async_word(to, scale.source.address + within, Some(there));
             });
         }
+    }
+
+    /// Returns the place of the lane's own row.
+    fn own_row(&self, k: &mut Builder, place: &TilePlace) -> [Reg<U32>; 2] {
+        let runs = match place {
+            TilePlace::OwnRow(place) => return *place,
+            TilePlace::Runs(runs) => runs,
+        };
+        // Of one run, or of two.
+        let run = self.rows / runs.len() as u32;
+        let first = k.eval(self.lane.less(run));
+        let [one, other] = [runs[0], runs[runs.len() - 1]];
+        let [entry, row] = [0, 1].map(|it| k.eval(first.select::<U32>(one[it], other[it])));
+        [entry, k.eval(row + self.lane % run)]
     }
 
     /// Returns the shared address of a stage's scales.

@@ -7,13 +7,11 @@
 //! With fixed-size splits, the list holds splits instead of tiles, and a block counts only what its
 //! own query rows see: blocks of a team that have other rows may have other splits.
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, Select, U32, Value};
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, Select, U32, Value};
 
-use super::scales::Scaling;
 use super::{Decode, Numbers, Splits};
 use crate::attention::sequences::{Places, Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
-use crate::cache::Scales;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number};
 
@@ -243,8 +241,6 @@ pub(super) struct Cursor {
     pub(super) first_row: Reg<U32>,
     /// The sequence's batch entry in the cache; with pages, its row of the block table.
     pub(super) entry: Reg<U32>,
-    /// The scale of the sequence's keys, where the cache has one for each head.
-    pub(super) key_scale: Option<Reg<F32>>,
     units: Reg<U32>,
     /// The sequence's splits, with fixed-size splits.
     fixed: Option<FixedUnits>,
@@ -381,7 +377,6 @@ impl Cursor {
             keys: zero(k),
             first_row: zero(k),
             entry: zero(k),
-            key_scale: (decode.cache.key_scales == Scales::PerHead).then(|| k.variable(0.0)),
             units: zero(k),
             fixed: match decode.splits {
                 Splits::Balanced => None,
@@ -400,15 +395,13 @@ impl Cursor {
         self.unit.less(self.end)
     }
 
-    /// Begins the current sequence, which has these lengths: reads its scales and finds the team's
-    /// tiles of it.
+    /// Begins the current sequence, which has these lengths: finds the team's tiles of it.
     pub(super) fn load(
         &mut self,
         k: &mut Builder,
         decode: &Decode,
         lengths: &Lengths,
-        (places, scaling): (&Places, &Scaling),
-        numbers: &Numbers,
+        places: &Places,
     ) {
         let inside = k.eval(self.unit - self.before);
         k.set(self.queries, lengths.queries);
@@ -434,12 +427,6 @@ impl Cursor {
         }
         let entry = places.entry(k, self.sequence);
         k.set(self.entry, entry);
-        let scale = scaling.keys.of_head(k, self.sequence, numbers.key_head);
-        if let Some((mine, scale)) = self.key_scale.zip(scale) {
-            k.set(mine, scale);
-        }
-        // The merge loads it again, from L2: wide heads have no register for it meanwhile.
-        let _ = scaling.values.of_head(k, self.sequence, numbers.key_head);
     }
 
     /// Returns the block's query rows of the sequence.

@@ -23,12 +23,18 @@ pub struct DecodeWorkload {
     pub value_head_dim: u32,
     /// Query rows of a sequence and key head: queries times query heads per key head.
     pub query_rows: u32,
-    /// Whether keys and values are in pages.
-    pub paged: bool,
+    /// [`Decode::page_rows`].
+    pub page_rows: Option<u32>,
     /// The mask, which must be a window (chunked or not), and the score rules.
     pub rules: Rules,
     /// Whether the bits of a query's result must not depend on what else is computed with it.
     pub batch_invariant: bool,
+}
+
+/// Returns [`Decode::page_rows`] for pages of `size` rows. Left padding shifts the rows of sequences in
+/// their pages.
+pub fn rows_in_one_page(size: usize, left_padding: bool) -> u32 {
+    if size.is_multiple_of(16) && !left_padding { 16 } else { 1 }
 }
 
 /// A configuration and why it was chosen.
@@ -119,7 +125,7 @@ fn with_shape(
             head_dim: workload.head_dim,
             value_head_dim: workload.value_head_dim,
             rows,
-            paged: workload.paged,
+            page_rows: workload.page_rows,
             rules: workload.rules,
             warps: *warps,
             tile_keys: *tile_keys,
@@ -138,7 +144,7 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
     let mut all = Vec::new();
     for (index, dim) in [64, 96, 128, 192, 256, 40, 72].into_iter().enumerate() {
         for query_rows in [8, 16] {
-            let paged = (index + query_rows as usize / 16).is_multiple_of(2);
+            let page_rows = (index + query_rows as usize / 16).is_multiple_of(2).then_some(16);
             let element = if index % 2 == 0 { Element::BF16 } else { Element::F16 };
             let workload = DecodeWorkload {
                 element,
@@ -146,7 +152,7 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
                 head_dim: dim,
                 value_head_dim: if dim == 192 { 128 } else { dim },
                 query_rows,
-                paged,
+                page_rows,
                 rules: match index {
                     4 => Rules::LOCAL.capped(),
                     5 => Rules { alibi: true, ..Rules::LOCAL },
@@ -162,9 +168,15 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
             }
         }
     }
-    // The most used head dim in a contiguous cache, and chunked masks with both kinds of caches.
+    // The most used head dim in every kind of cache, and chunked masks.
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    for (rules, paged) in [(Rules::LOCAL, false), (chunked, false), (chunked, true)] {
+    for (rules, page_rows) in [
+        (Rules::LOCAL, None),
+        (Rules::LOCAL, Some(1)),
+        (chunked, None),
+        (chunked, Some(1)),
+        (chunked, Some(16)),
+    ] {
         let element = Element::BF16;
         let (head_dim, value_head_dim, query_rows) = (128, 128, 8);
         let cache = Cache::plain(element);
@@ -175,7 +187,7 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
             head_dim,
             value_head_dim,
             query_rows,
-            paged,
+            page_rows,
             rules,
             batch_invariant,
         };
@@ -191,26 +203,27 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
 fn narrow(target: Target) -> Vec<Decode> {
     use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [
-        (BF16, E4M3, 128, 8, false, Scales::PerHead, Rules::LOCAL),
-        (BF16, E4M3, 128, 8, true, Scales::PerHead, Rules::LOCAL),
-        (F16, E5M2, 128, 16, true, Scales::One, Rules::LOCAL),
-        (BF16, E4M3, 128, 8, true, Scales::PerToken, Rules::LOCAL),
-        (F16, E4M3, 64, 8, false, Scales::PerToken, Rules::LOCAL),
-        (BF16, E5M2, 64, 16, false, Scales::PerHead, Rules::EVERY),
-        (BF16, E4M3, 256, 8, true, Scales::PerHead, Rules::LOCAL),
-        (F16, E5M2, 80, 16, false, Scales::PerToken, Rules::EVERY),
-        (BF16, E4M3, 192, 16, false, Scales::PerHead, Rules::LOCAL),
-        (BF16, Int8, 128, 8, true, Scales::PerToken, Rules::LOCAL),
-        (F16, Int8, 64, 16, false, Scales::PerHead, Rules::EVERY),
+        (BF16, E4M3, 128, 8, None, Scales::PerHead, Rules::LOCAL),
+        (BF16, E4M3, 128, 8, Some(16), Scales::PerHead, Rules::LOCAL),
+        (F16, E5M2, 128, 16, Some(1), Scales::One, Rules::LOCAL),
+        (BF16, E4M3, 128, 8, Some(16), Scales::PerToken, Rules::LOCAL),
+        (F16, E4M3, 64, 8, None, Scales::PerToken, Rules::LOCAL),
+        (BF16, E5M2, 64, 16, None, Scales::PerHead, Rules::EVERY),
+        (BF16, E4M3, 256, 8, Some(1), Scales::PerHead, Rules::LOCAL),
+        (F16, E5M2, 80, 16, None, Scales::PerToken, Rules::EVERY),
+        (BF16, E4M3, 192, 16, None, Scales::PerHead, Rules::LOCAL),
+        (BF16, E4M3, 256, 8, Some(16), Scales::PerHead, Rules::LOCAL),
+        (BF16, Int8, 128, 8, Some(1), Scales::PerToken, Rules::LOCAL),
+        (F16, Int8, 64, 16, None, Scales::PerHead, Rules::EVERY),
     ];
-    let of = |(element, narrow, dim, query_rows, paged, scales, rules)| {
+    let of = |(element, narrow, dim, query_rows, page_rows, scales, rules)| {
         let workload = DecodeWorkload {
             element,
             cache: Cache { element: narrow, key_scales: scales, value_scales: scales },
             head_dim: dim,
             value_head_dim: if dim == 192 { 128 } else { dim },
             query_rows,
-            paged,
+            page_rows,
             rules,
             batch_invariant: false,
         };

@@ -85,14 +85,13 @@ impl<'a> Walk<'a> {
         numbers: &'a Numbers,
         lanes: SteppedLanes,
         inputs: &'a Inputs,
-        cursor: &Cursor,
     ) -> Self {
         Walk {
             decode,
             numbers,
             lanes,
             inputs,
-            queries: Queries::new(k, decode, inputs, cursor),
+            queries: Queries::new(k, decode, inputs),
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
             output_scale: OutputScale::new(k, decode),

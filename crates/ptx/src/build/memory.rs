@@ -17,13 +17,6 @@ pub struct LoadHint {
     pub policy: Option<Reg<U64>>,
 }
 
-impl LoadHint {
-    /// A load that the assembler issues where it is written, and does not drop if nothing reads the
-    /// result: a relaxed one, from L2.
-    pub const IN_PLACE: LoadHint =
-        LoadHint { order: LoadOrder::Relaxed(Scope::Gpu), cache: LoadCache::Default, policy: None };
-}
-
 impl Default for LoadHint {
     fn default() -> Self {
         LoadHint { order: LoadOrder::Weak, cache: LoadCache::Default, policy: None }

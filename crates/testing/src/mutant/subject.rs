@@ -104,15 +104,16 @@ fn mmas() -> [Mma; 5] {
     ]
 }
 
-fn decodes() -> [Decode; 5] {
+fn decodes() -> [Decode; 6] {
     let plain = small::decode();
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
-    let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
+    let every = Decode { page_rows: Some(1), stages: 3, rows: 16, rules, ..plain };
     let fixed = Decode { splits: Splits::Fixed { tiles_per_warp: 1 }, ..plain };
     let narrow = Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain };
     // Twice as many rows do not fit into registers, so their running sums are kept in global
     // memory.
-    [plain, every, narrow, fixed, Decode { rows: 16, ..fixed }]
+    let aligned = Decode { page_rows: Some(16), ..plain };
+    [plain, every, aligned, narrow, fixed, Decode { rows: 16, ..fixed }]
 }
 
 fn appends() -> [Append; 3] {

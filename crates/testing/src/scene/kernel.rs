@@ -139,8 +139,11 @@ impl Call {
             Configuration::Decode(it) => {
                 let tile = it.tile_keys as usize;
                 let long = (2 * it.warps as usize + 1) * tile + 3;
-                let place =
-                    if it.paged { PlacementKind::Paged(tile) } else { PlacementKind::Entries };
+                let place = match it.page_rows {
+                    None => PlacementKind::Entries,
+                    Some(1) => PlacementKind::Paged(tile - 3),
+                    Some(_) => PlacementKind::Paged(tile),
+                };
                 let ragged = Ragged::new(vec![1; 4], vec![long, 0, 1, tile]).over(place);
                 Call::ragged(kernel, ragged, [3, 1]).with_multiprocessors(3)
             }

@@ -31,7 +31,9 @@ fn causal(problem: Problem) -> Problem {
 
 #[test]
 fn decode_is_attention() {
-    let paged = Decode { paged: true, ..small() };
+    let paged = Decode { page_rows: Some(1), ..small() };
+    let aligned = Decode { page_rows: Some(16), ..small() };
+    let long = || Ragged::new(vec![1; 3], vec![2200, 0, 1100]);
     let plain = |ragged: Ragged| call(small(), ragged);
     let pages = |size: usize| call(paged, ragged().over(PlacementKind::Paged(size)));
     let three = Ragged { queries: vec![3; 4], ..ragged() };
@@ -57,12 +59,18 @@ fn decode_is_attention() {
         pages(1),
         pages(5),
         pages(32),
+        call(aligned, ragged().over(PlacementKind::Paged(16))),
+        call(aligned, three.clone().over(PlacementKind::Paged(48))).with(causal),
+        // Several windows of looked-up pages.
+        call(aligned, long().over(PlacementKind::Paged(32))).with_multiprocessors(1),
+        call(Decode { tile_keys: 32, stages: 3, ..aligned }, long().over(PlacementKind::Paged(16)))
+            .with_multiprocessors(1),
         plain(ragged().over(PlacementKind::PackedWithGaps)),
         plain(used.over(PlacementKind::PackedWithGaps)).with(causal),
         plain(packed(&used, PlacementKind::Packed)).with(causal),
         plain(packed(&used, PlacementKind::PackedWithGaps).over(PlacementKind::Packed))
             .with(causal),
-        call(paged, used.over(PlacementKind::Paged(16))).with(causal),
+        call(aligned, used.over(PlacementKind::Paged(16))).with(causal),
         // Batches of equal lengths.
         Call::new(Configuration::Decode(small()), 2, [2, 90], [6, 2])
             .with(causal)
@@ -76,7 +84,7 @@ fn decode_is_attention() {
         heads(
             [8, 2],
             call(
-                Decode { paged: true, rows: 16, ..ruled(every) },
+                Decode { page_rows: Some(16), rows: 16, ..ruled(every) },
                 Ragged { queries: vec![2; 4], ..ragged() }.over(PlacementKind::Paged(16)),
             ),
         )
@@ -87,7 +95,7 @@ fn decode_is_attention() {
         heads(
             [8, 2],
             call(
-                Decode { paged: true, ..ruled(Rules { mask: MaskKind::Chunked, ..every }) },
+                Decode { page_rows: Some(16), ..ruled(Rules { mask: MaskKind::Chunked, ..every }) },
                 Ragged::new(vec![2; 4], vec![113, 2, 51, 100]).over(PlacementKind::Paged(16)),
             ),
         )
@@ -131,7 +139,9 @@ fn decode_over_8_bits_is_attention() {
     let behind = Ragged { padding: vec![7, 0, 3, 1], ..ragged() };
     let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
     let wide = |decode| Decode { head_dim: 80, value_head_dim: 112, tile_keys: 32, ..decode };
-    let pages = |decode| Decode { paged: true, ..decode };
+    let pages = |decode| Decode { page_rows: Some(1), ..decode };
+    let aligned = |decode| Decode { page_rows: Some(16), ..decode };
+    let long = || Ragged::new(vec![1; 3], vec![2200, 0, 1100]);
     let heads = |heads, call: Call| call.with(|it| with_heads(it, heads));
     for call in [
         call(plain(One), ragged()),
@@ -147,6 +157,12 @@ fn decode_over_8_bits_is_attention() {
         call(plain(PerToken), ragged()).with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
         paged(pages(plain(PerHead)), 5),
         paged(pages(plain(PerToken)), 32),
+        paged(aligned(plain(PerToken)), 16),
+        paged(aligned(wide(plain(PerToken))), 16),
+        call(aligned(wide(plain(PerToken))), long().over(PlacementKind::Paged(48)))
+            .with_multiprocessors(1),
+        call(aligned(wide(plain(PerHead))), long().over(PlacementKind::Paged(16)))
+            .with_multiprocessors(2),
         paged(pages(wide(plain(PerToken))), 1),
         call(wide(plain(PerHead)), ragged()),
         call(Decode { head_dim: 128, value_head_dim: 128, rows: 16, ..wide(plain(One)) }, three),
@@ -154,7 +170,7 @@ fn decode_over_8_bits_is_attention() {
         heads(
             [8, 2],
             call(
-                Decode { paged: true, rows: 16, rules: every, ..plain(PerToken) },
+                Decode { page_rows: Some(16), rows: 16, rules: every, ..plain(PerToken) },
                 Ragged { queries: vec![2; 4], ..ragged() }.over(PlacementKind::Paged(16)),
             ),
         )
@@ -196,7 +212,7 @@ fn decode_with_fixed_splits_is_attention() {
     let long = Ragged::new(vec![1; 3], vec![600, 40, 530]);
     let two_tiles = Decode { splits: Splits::Fixed { tiles_per_warp: 2 }, ..small() };
     let one_warp = Decode { warps: 1, ..fixed() };
-    let paged = Decode { paged: true, stages: 3, rows: 16, ..fixed() };
+    let paged = Decode { page_rows: Some(16), stages: 3, rows: 16, ..fixed() };
     let three = Ragged { queries: vec![3, 0, 7, 1], ..ragged() };
     let packed = Ragged { query_place: PlacementKind::Packed, ..three.clone() };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
@@ -219,7 +235,7 @@ fn decode_with_fixed_splits_is_attention() {
             .with_multiprocessors(5),
         call(fixed(), three.clone()).with(causal),
         call(fixed(), packed.clone()).with(causal).with_multiprocessors(6),
-        call(paged, packed.over(PlacementKind::Paged(5))).with(causal),
+        call(paged, packed.over(PlacementKind::Paged(32))).with(causal),
         call(Decode { rules: chunked, ..fixed() }, three.clone())
             .with(|it| it.with_mask(Mask::CAUSAL.with_chunk(50))),
         call(Decode { rules: every, ..paged }, three.over(PlacementKind::Paged(16)))
@@ -235,7 +251,7 @@ fn decode_with_fixed_splits_is_attention() {
 #[test]
 fn decode_under_many_schedules() {
     let tokens = narrow(Element::E4M3, Scales::PerToken, Scales::PerToken);
-    for decode in [small(), fixed(), Decode { paged: true, stages: 3, ..small() }, tokens] {
+    for decode in [small(), fixed(), Decode { page_rows: Some(16), stages: 3, ..small() }, tokens] {
         let scene = Scene::small(&Configuration::Decode(decode)).unwrap();
         every_schedule(&scene, Mode::Values, 32);
         every_schedule(&scene, Mode::Checked, 4);

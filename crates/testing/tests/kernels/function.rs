@@ -335,7 +335,8 @@ fn split_and_ragged_mma_follow_functions() {
 fn decode_follows_functions() {
     for (index, rules) in rules().into_iter().enumerate() {
         let rules = Rules { mask: kernels::MaskKind::Local, ..rules };
-        let decode = Decode { rules, paged: index % 3 == 2, ..crate::decode::small() };
+        let decode =
+            Decode { rules, page_rows: (index % 3 == 2).then_some(1), ..crate::decode::small() };
         let kernel = Configuration::Decode(decode);
         let ragged = Ragged::new(vec![2, 3, 1, 0], vec![83, 68, 0, 5]);
         let call = match index % 3 {

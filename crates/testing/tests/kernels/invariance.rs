@@ -17,9 +17,11 @@ fn run(
     sequences: &Sequences,
     tensors: &InputTensors,
 ) -> Result<(Tensor, Vec<f32>), String> {
-    let paged = sequences.keys().pages().is_some();
+    let padded = sequences.problem().lists.left_padding;
+    let pages = sequences.keys().pages();
+    let page_rows = pages.map(|pages| kernels::decode::rows_in_one_page(pages.size(), padded));
     let rows = if batch.is_multiple_of(2) { 8 } else { 16 };
-    let kernel = Configuration::Decode(Decode { paged, rows, ..decode });
+    let kernel = Configuration::Decode(Decode { page_rows, rows, ..decode });
     let call =
         Call::new(kernel, 1, [1, 1], [1, 1]).with_multiprocessors(1 + (batch * 5 % 13) as u32);
     let (scene, [output, lse]) =

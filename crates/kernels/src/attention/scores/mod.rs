@@ -7,7 +7,7 @@ mod softcap;
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Expression, F32, GlobalAddress, LoadHint, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
@@ -181,21 +181,14 @@ impl Slopes {
     }
 
     /// Loads a slope, in natural units.
-    pub(crate) fn load(
-        &self,
-        k: &mut Builder,
-        sequence: Reg<U32>,
-        head: Reg<U32>,
-        hint: LoadHint,
-    ) -> Reg<F32> {
+    pub(crate) fn load(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
         let index = k.eval(sequence * self.stride + head);
-        let [slope] = k.load_vector(self.address + index.convert::<U64>() * 4, hint);
-        slope
+        k.load(self.address + index.convert::<U64>() * 4)
     }
 
     /// Loads a slope in units of log2.
     pub(crate) fn log2(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
-        let slope = self.load(k, sequence, head, LoadHint::default());
+        let slope = self.load(k, sequence, head);
         k.eval(slope * LOG2_E)
     }
 
@@ -207,7 +200,7 @@ impl Slopes {
         head: Reg<U32>,
         scale_log2: Reg<F32>,
     ) -> Reg<F32> {
-        let slope = self.load(k, sequence, head, LoadHint::default());
+        let slope = self.load(k, sequence, head);
         let inverse = k.reciprocal(scale_log2);
         k.eval(slope * LOG2_E * inverse)
     }

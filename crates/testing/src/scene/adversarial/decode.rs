@@ -13,7 +13,10 @@ pub(super) fn calls(it: &Decode) -> Vec<Call> {
     all.extend(calls.far_apart());
     all.extend(calls.windows());
     all.extend(calls.between());
-    all.extend(if it.paged { calls.shared_pages() } else { calls.packed() });
+    all.extend(match it.page_rows {
+        Some(_) => calls.shared_pages(),
+        None => calls.packed(),
+    });
     if it.splits != Splits::Balanced {
         all.extend(fixed_splits(it, calls.place));
     }
@@ -23,8 +26,11 @@ pub(super) fn calls(it: &Decode) -> Vec<Call> {
 /// The dimensions of a kernel, from which its calls are made.
 struct Calls {
     kernel: Configuration,
-    /// The storage of keys.
+    /// The storage of keys, and the size of its pages.
     place: PlacementKind,
+    page: usize,
+    /// Whether sequences may have padding on the left.
+    padded: bool,
     /// Keys of a tile.
     tile: usize,
     /// Keys of a round, one tile for each warp.
@@ -39,9 +45,16 @@ impl Calls {
     fn of(it: &Decode) -> Self {
         let tile = it.tile_keys as usize;
         let round = tile * it.warps as usize;
+        let aligned = it.page_rows == Some(16);
+        let page = if aligned { 48 } else { tile - 3 };
         Calls {
             kernel: Configuration::Decode(*it),
-            place: if it.paged { PlacementKind::Paged(tile - 3) } else { PlacementKind::Entries },
+            place: match it.page_rows {
+                None => PlacementKind::Entries,
+                Some(_) => PlacementKind::Paged(page),
+            },
+            page,
+            padded: !aligned,
             tile,
             round,
             stages: it.stages as usize * round,
@@ -53,10 +66,15 @@ impl Calls {
         Call::ragged(self.kernel, Ragged::new(queries, keys).over(self.place), heads)
     }
 
+    /// Returns padding on the left, where the kernel serves it.
+    fn padding(&self, rows: &[usize]) -> Vec<usize> {
+        rows.iter().map(|rows| if self.padded { *rows } else { 0 }).collect()
+    }
+
     fn listed(&self, query_place: PlacementKind, key_place: PlacementKind) -> Call {
         let &Calls { kernel, tile, round, .. } = self;
         let ragged = Ragged::new(vec![2, 0, 1, 3], vec![round + 3, 0, tile, 2 * round]);
-        let padding = vec![0, 0, 3, 0];
+        let padding = self.padding(&[0, 0, 3, 0]);
         let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
         Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(2) }
     }
@@ -66,16 +84,17 @@ impl Calls {
     fn late(&self, query_place: PlacementKind, key_place: PlacementKind) -> Call {
         let &Calls { kernel, tile, round, .. } = self;
         let ragged = Ragged::new(vec![0, 2, 1], vec![0, round + 3, tile]);
-        let ragged = Ragged { query_place, padding: vec![0, 2, 0], ..ragged.over(key_place) };
+        let padding = self.padding(&[0, 2, 0]);
+        let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
         Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(2) }
     }
 
     /// Returns calls with more teams than sequences and with fewer.
     fn of_teams(&self) -> Vec<Call> {
-        let &Calls { kernel, place, tile, round, stages, group } = self;
+        let &Calls { kernel, place, tile, round, stages, group, .. } = self;
         let call = |queries, keys, heads| self.call(queries, keys, heads);
         let behind = Ragged {
-            padding: vec![7, 0, tile, 1],
+            padding: self.padding(&[7, 0, tile, 1]),
             ..Ragged::new(vec![1; 4], vec![2 * round + 3, 0, tile, 5]).over(place)
         };
         let mut many: Vec<usize> = (0..37).map(|index| index * 7 % 23).collect();
@@ -173,7 +192,7 @@ impl Calls {
         );
         // Negative paddings, where one key more would be one tile more.
         let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
-        let ragged = Ragged { padding: vec![0, 0, 3], ..ragged };
+        let ragged = Ragged { padding: self.padding(&[0, 0, 3]), ..ragged };
         all.push(Call {
             hostile: true,
             ..Call::ragged(kernel, ragged, [2, 1]).with_multiprocessors(3)
@@ -207,13 +226,13 @@ impl Calls {
 
     /// Returns calls that only paged kernels serve.
     fn shared_pages(&self) -> Vec<Call> {
-        let &Calls { kernel, tile, round, stages, .. } = self;
+        let &Calls { kernel, round, stages, .. } = self;
         let mut all = Vec::new();
         // Every page is the first or the last one of the cache, and the block table holds numbers
         // out of bounds instead, which are clamped to these.
         let shared = Ragged::new(vec![1, 2, 1], vec![stages + round, 2 * stages + 5, 3 * round]);
         for multiprocessors in [1, 5] {
-            let shared = shared.over(PlacementKind::SharedPages(tile - 3));
+            let shared = shared.over(PlacementKind::SharedPages(self.page));
             let call = Call::ragged(kernel, shared, [2, 1]).with_multiprocessors(multiprocessors);
             all.push(Call { hostile: true, ..call });
         }
