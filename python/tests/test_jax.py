@@ -353,7 +353,7 @@ assert found[0].sharding.is_equivalent_to(split[0].sharding, 4)
 partly = jax.shard_map(attend, mesh=mesh, in_specs=(batch,) * 3, out_specs=batch, axis_names={"data"})
 close(jax.jit(with_gradients(partly))(*split), want)
 # Programs that are exported, or lowered for devices that are elsewhere, have their calls in a `shard_map`.
-elsewhere, platforms = jax.sharding.AbstractMesh((2, 4), ("data", "model")), ("cpu", "cuda")
+elsewhere, platforms = jax.sharding.AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2), ("cpu", "cuda")
 inside = jax.jit(with_gradients(jax.shard_map(attend, mesh=elsewhere, in_specs=(both,) * 3, out_specs=both)))
 described = lambda on: [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, both)) for x in (q, k, v)]
 assert "flashcore_attention" in inside.trace(*described(elsewhere)).lower(lowering_platforms=platforms).as_text()
