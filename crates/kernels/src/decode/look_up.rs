@@ -1,11 +1,10 @@
-//! Where the rows of a warp's tiles are. With pages, the block table is read before a tile's copies
-//! are issued, ahead of them: memory answers in order, so a table entry that is requested behind
-//! copies arrives behind them.
+//! Where the rows of a warp's tiles are. With pages, the block table is read ahead of the copies that
+//! need it: memory answers in order, so an entry that is requested behind copies arrives behind them.
 //!
-//! Where each sixteen keys lie in one page, one entry is enough for them, and the lanes of the warp
-//! look up the entries of its next 32 times sixteen keys at once: a *window*. The window after it is
-//! requested when a window begins. In other pages every row may be somewhere else, and each lane
-//! looks up its own row of the next tile.
+//! Where each sixteen keys lie in one page, one entry is enough for them. Each lane then looks up the
+//! entry of other sixteen keys of the warp's next tiles, 32 entries at once, and the 32 after those are
+//! requested as soon as the first are in use. In other pages every row may be somewhere else, and each
+//! lane looks up its own row of the next tile.
 
 use ptx::{Builder, Expression, Reg, U32, Value};
 
@@ -15,7 +14,8 @@ use crate::attention::sequences::Places;
 
 /// Where the rows of a tile are: batch entries or pages, and rows in them.
 pub(super) enum TilePlace {
-    /// Of the first of each so many neighbouring rows, the same in all lanes.
+    /// Of the first row of each run, the same in all lanes. The rows of a run are neighbours, and all
+    /// runs of a tile have the same number of rows.
     Runs(Vec<[Reg<U32>; 2]>),
     /// Of the lane's own row.
     OwnRow([Reg<U32>; 2]),
@@ -47,14 +47,16 @@ enum Ahead {
     Nothing,
     /// The lane's own row of the next tile.
     Tile([Reg<U32>; 2]),
-    Window(Window),
+    /// The pages of the next tiles.
+    Entries(Entries),
 }
 
-struct Window {
-    /// The page of the lane's sixteen keys, in this window and in the next.
+/// 32 entries of the block table, one in each lane.
+struct Entries {
+    /// The entries in use, and those that come after them.
     now: Reg<U32>,
     next: Reg<U32>,
-    /// The index of the next tile in the window.
+    /// The index of the next tile among those that the entries in use are for.
     index: Reg<U32>,
 }
 
@@ -74,7 +76,7 @@ impl<'a> LookUp<'a> {
             Some(rows) if rows < RUN => Ahead::Tile(pair()),
             Some(_) => {
                 let [now, next] = pair();
-                Ahead::Window(Window { now, next, index: k.variable(0) })
+                Ahead::Entries(Entries { now, next, index: k.variable(0) })
             }
         };
         LookUp { decode, places, ahead, lane }
@@ -99,16 +101,16 @@ impl<'a> LookUp<'a> {
                 set(k, next, after);
                 found.into_iter().map(TilePlace::OwnRow).collect()
             }
-            Ahead::Window(window) => {
-                for (number, pages) in (0..).zip([window.now, window.next]) {
+            Ahead::Entries(entries) => {
+                for (number, pages) in (0..).zip([entries.now, entries.next]) {
                     let begin = k.eval(first[0] + number * self.tiles() * warps);
                     let found = self.page_of_lane(k, cursor, begin);
                     k.set(pages, found);
                 }
-                k.set(window.index, first.len() as u32);
+                k.set(entries.index, first.len() as u32);
                 let places = (0u32..).zip(first);
                 places
-                    .map(|(index, tile)| self.of_window(k, window, cursor, *tile, index))
+                    .map(|(index, tile)| self.of_entries(k, entries, cursor, *tile, index))
                     .collect()
             }
         }
@@ -127,22 +129,22 @@ impl<'a> LookUp<'a> {
                 set(k, next, after);
                 TilePlace::OwnRow(found)
             }
-            Ahead::Window(window) => {
-                let found = self.of_window(k, window, cursor, tile, window.index);
-                k.set(window.index, window.index + 1);
-                k.if_(window.index.equals(self.tiles()), |k| {
-                    k.set(window.index, 0);
-                    k.set(window.now, window.next);
+            Ahead::Entries(entries) => {
+                let found = self.of_entries(k, entries, cursor, tile, entries.index);
+                k.set(entries.index, entries.index + 1);
+                k.if_(entries.index.equals(self.tiles()), |k| {
+                    k.set(entries.index, 0);
+                    k.set(entries.now, entries.next);
                     let begin = k.eval(tile + (self.tiles() + 1) * warps);
                     let after = self.page_of_lane(k, cursor, begin);
-                    k.set(window.next, after);
+                    k.set(entries.next, after);
                 });
                 found
             }
         }
     }
 
-    /// Returns how many tiles of the warp a window has.
+    /// Returns how many tiles of the warp 32 entries are for.
     fn tiles(&self) -> u32 {
         32 * RUN / self.decode.tile_keys
     }
@@ -157,7 +159,7 @@ impl<'a> LookUp<'a> {
         self.look_up(k, cursor, tile, self.lane % self.decode.tile_keys)
     }
 
-    /// Looks up the page of the lane's sixteen keys in the window that begins with a tile.
+    /// Looks up the lane's entry, of the 32 whose first tile is `begin`.
     fn page_of_lane(&self, k: &mut Builder, cursor: &Cursor, begin: Reg<U32>) -> Reg<U32> {
         let runs = self.decode.tile_keys / RUN;
         let tile = k.eval(begin + self.lane / runs * self.decode.warps);
@@ -165,11 +167,11 @@ impl<'a> LookUp<'a> {
         page
     }
 
-    /// Returns the place of a tile that has this index in the window.
-    fn of_window(
+    /// Returns the place of a tile that has this index in the entries.
+    fn of_entries(
         &self,
         k: &mut Builder,
-        window: &Window,
+        entries: &Entries,
         cursor: &Cursor,
         tile: Reg<U32>,
         index: impl Into<Value<U32>>,
@@ -177,7 +179,7 @@ impl<'a> LookUp<'a> {
         let runs = self.decode.tile_keys / RUN;
         let first = k.eval(index.into() * runs);
         let of_run = |run| {
-            let page = k.shuffle_index(window.now, first + run);
+            let page = k.shuffle_index(entries.now, first + run);
             let row = self.row(k, cursor, tile, run * RUN);
             [page, self.places.row_in_page(k, row)]
         };

@@ -61,7 +61,7 @@ fn decode_is_attention() {
         pages(32),
         call(aligned, ragged().over(PlacementKind::Paged(16))),
         call(aligned, three.clone().over(PlacementKind::Paged(48))).with(causal),
-        // Several windows of looked-up pages.
+        // More keys than a warp has looked up at once.
         call(aligned, long().over(PlacementKind::Paged(32))).with_multiprocessors(1),
         call(Decode { tile_keys: 32, stages: 3, ..aligned }, long().over(PlacementKind::Paged(16)))
             .with_multiprocessors(1),
