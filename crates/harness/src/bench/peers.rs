@@ -198,6 +198,8 @@ fn compile(
     folder: &Path,
 ) -> Result<(Vec<CellJob>, Vec<Refusals>), Error> {
     let chip = gpu.chip();
+    // As the library launches, and `subject::launcher`.
+    let programmatic = gpu.device().takes_programmatic_launches();
     let ours: Vec<&Candidate> =
         options.candidates.iter().filter(|it| it.peer().is_none()).collect();
     let mut texts: BTreeMap<String, String> = BTreeMap::new();
@@ -208,7 +210,9 @@ fn compile(
         for candidate in &ours {
             let compiler = gpu.compiler();
             match describe(candidate, problem, options.step, &chip, compiler, folder) {
-                Ok((job, its_texts)) => {
+                Ok((mut job, its_texts)) => {
+                    let launches = job.before.iter_mut().chain(&mut job.launches);
+                    launches.for_each(|it| it.launch.programmatic &= programmatic);
                     texts.extend(its_texts);
                     cell.ours.push(job);
                 }
