@@ -57,8 +57,9 @@ const PROBLEMS: [(Option<&str>, &[&str]); 5] = [
             "h=1,s=40,d=32,f32,causal",
             "h=2,s=150,d=64,bf16,causal,backward",
             "h=2,s=100,d=128,f16,window=40:0,sinks,backward",
+            "h=2,s=70,sk=50,d=128,bf16,causal,sinks,backward,lse_gradient",
             "h=4,hk=1,s=90,d=128,bf16,softcap=15,backward,deterministic",
-            "b=3,h=2,s=100,d=64,f16,causal,queries=packed:200,keys=packed:200,backward",
+            "b=3,h=2,s=100,d=64,f16,causal,queries=packed:200,keys=packed:200,backward,lse_gradient",
         ],
     ),
 ];

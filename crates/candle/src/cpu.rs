@@ -46,6 +46,7 @@ pub(crate) fn differentiate(
         output: view(host(&output.0)?, output.1, layout)?,
         lse: &numbers(saved.lse)?,
         output_gradient: view(host(&output_gradient.0)?, output_gradient.1, layout)?,
+        lse_gradient: None,
     };
     let options = RunOptions::default();
     let gradients = CpuBackend::new().run_backward(&problem, backward, &options).map_err(wrap)?;

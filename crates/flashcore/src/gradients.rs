@@ -19,6 +19,9 @@ pub struct Backward<'a> {
     pub lse: &'a [f32],
     /// The gradient of the output, of the output's shape and element type.
     pub output_gradient: TensorView<'a>,
+    /// The gradient of the log-sum-exps (dLSE), in their order, where the problem has
+    /// [`lse_gradient`](Problem::lse_gradient).
+    pub lse_gradient: Option<&'a [f32]>,
 }
 
 /// The gradients of attention's inputs, each with the shape and element type of its input.
@@ -44,7 +47,14 @@ impl<'a> Backward<'a> {
         output_gradient: impl Into<TensorView<'a>>,
     ) -> Self {
         let (output, lse) = forward.part();
-        Backward { inputs, output, lse, output_gradient: output_gradient.into() }
+        let output_gradient = output_gradient.into();
+        Backward { inputs, output, lse, output_gradient, lse_gradient: None }
+    }
+
+    /// Adds a gradient of the log-sum-exps, for a problem with
+    /// [`with_lse_gradient`](Problem::with_lse_gradient).
+    pub fn with_lse_gradient(self, lse_gradient: &'a [f32]) -> Self {
+        Backward { lse_gradient: Some(lse_gradient), ..self }
     }
 
     /// Returns the strides and alignments of all tensors; the gradients are contiguous.
@@ -71,9 +81,18 @@ impl<'a> Backward<'a> {
         let expected = (problem.output_shape(), problem.dtypes.output);
         expect("output", self.output, expected)?;
         expect("the gradient of the output", self.output_gradient, expected)?;
-        if self.lse.len() != rows {
-            let (given, expected) = (self.lse.len(), rows);
-            return Err(InputError::Length { tensor: "log-sum-exp", given, expected });
+        let tensor = "log-sum-exp gradients";
+        match self.lse_gradient {
+            Some(_) if !problem.lse_gradient => return Err(InputError::Unexpected { tensor }),
+            None if problem.lse_gradient => return Err(InputError::Missing { tensor }),
+            _ => {}
+        }
+        let gradient = self.lse_gradient.map(|gradient| (tensor, gradient));
+        for (tensor, numbers) in [("log-sum-exp", self.lse)].into_iter().chain(gradient) {
+            if numbers.len() != rows {
+                let (given, expected) = (numbers.len(), rows);
+                return Err(InputError::Length { tensor, given, expected });
+            }
         }
         self.validate_unseen(problem)
     }

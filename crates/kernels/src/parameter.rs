@@ -116,6 +116,8 @@ listed! {
         ValueGradient,
         /// The gradients of the sinks, in `f32`.
         SinkGradient,
+        /// The gradient of the log-sum-exps, with their layout.
+        LseGradient,
         /// The descale factors of 8-bit queries, in `f32`, over (sequence, key head).
         QueryDescale,
         /// The descale factors of 8-bit keys, in `f32`, over (sequence, key head), or over (batch

@@ -6,7 +6,8 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 use crate::append::{Append, Rotary};
 use crate::attention::function::{ListsOf, Stored, rules};
 use crate::backward::{
-    Rounding, RowSums, SinkGradients, every_backward, sharing_backward, tuned_backward,
+    BackwardPass, Rounding, RowSums, SinkGradients, every_backward, sharing_backward,
+    tuned_backward,
 };
 use crate::cache::{Cache, Scales};
 use crate::forward::{
@@ -410,13 +411,14 @@ fn backwards() -> Vec<Configuration> {
         if representative && !spills && !it.shares {
             all.push(Configuration::Backward(ordered));
         }
+        let row_sums = it.pass().row_sums();
         let beside = [
-            Configuration::RowSums(it.pass().row_sums()),
+            Configuration::RowSums(row_sums),
+            Configuration::RowSums(RowSums { lse_gradient: true, ..row_sums }),
             Configuration::RowSums(ordered.pass().row_sums()),
             Configuration::Rounding(it.pass().rounding()),
         ];
-        let last = it.pass().sink_gradients().map(Configuration::SinkGradients);
-        add_new(&mut all, beside.into_iter().chain(last));
+        add_new(&mut all, beside.into_iter().chain(sink_gradients(&it.pass())));
     }
     all
 }
@@ -428,14 +430,22 @@ fn backward_mmas(target: Target) -> Vec<Configuration> {
     let mut all = Vec::new();
     for it in BACKWARD_KINDS.into_iter().flat_map(tuned) {
         all.push(Configuration::BackwardMma(it));
+        let row_sums = it.pass().row_sums();
         let beside = [
-            Configuration::RowSums(it.pass().row_sums()),
+            Configuration::RowSums(row_sums),
+            Configuration::RowSums(RowSums { lse_gradient: true, ..row_sums }),
             Configuration::Rounding(it.pass().rounding()),
         ];
-        let last = it.pass().sink_gradients().map(Configuration::SinkGradients);
-        add_new(&mut all, beside.into_iter().chain(last));
+        add_new(&mut all, beside.into_iter().chain(sink_gradients(&it.pass())));
     }
     all
+}
+
+/// Returns the kernels that sum the gradients of sinks in a pass, without and with a gradient of the
+/// log-sum-exps.
+fn sink_gradients(pass: &BackwardPass) -> impl Iterator<Item = Configuration> {
+    let with = |it| [false, true].map(|lse_gradient| SinkGradients { lse_gradient, ..it });
+    pass.sink_gradients().into_iter().flat_map(with).map(Configuration::SinkGradients)
 }
 
 /// Appends those kernels that are not in the list yet.

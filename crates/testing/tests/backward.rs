@@ -333,6 +333,21 @@ fn bad_input_is_refused_with_a_reason() {
         refusal(Backward { output: other.view(), ..good }),
         "output has element type bf16, expected f16"
     );
+    let of_lse = problem.clone().backward().with_lse_gradient();
+    let numbers = vec![0.5; problem.rows()];
+    assert!(run(&of_lse, good.with_lse_gradient(&numbers)).is_ok());
+    assert_eq!(
+        refusal(good.with_lse_gradient(&numbers)),
+        "log-sum-exp gradients were given, and the problem has none"
+    );
+    assert_eq!(
+        run(&of_lse, good).unwrap_err().to_string(),
+        "the problem has log-sum-exp gradients, and none were given"
+    );
+    assert_eq!(
+        run(&of_lse, good.with_lse_gradient(&numbers[1..])).unwrap_err().to_string(),
+        "log-sum-exp gradients has length 23, expected 24"
+    );
     let none = zeros(DType::F16, [0, 0, 0, 0]);
     assert_eq!(
         refusal(Backward { output: none.view(), ..good }),

@@ -189,7 +189,8 @@ fn sinks_of_rows_without_keys() {
             let (output, lse) = reference::saved(&problem, inputs).unwrap();
             let gradient = gradient(hidden);
             let (output, output_gradient) = (output.view(), gradient.view());
-            let backward = Backward { inputs, output, lse: &lse, output_gradient };
+            let backward =
+                Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
             let options = RunOptions { kernel: Some(kernel.to_owned()), ..RunOptions::default() };
             backend.run_backward(&problem, backward, &options).unwrap().sinks.unwrap()
         };
@@ -276,6 +277,7 @@ fn a_graph_is_right_for_other_lengths() {
         key: at(&found[1], tensors.key),
         value: at(&found[2], tensors.value),
         sinks: None,
+        lse: None,
     });
     (tensors.query_starts, tensors.key_starts) =
         (Some(starts[0].address()), Some(starts[1].address()));
@@ -315,7 +317,8 @@ fn a_graph_is_right_for_other_lengths() {
         let heads = Heads::all(&plain);
         let exact = reference::gradients(&plain, inputs, &given[3], &heads, None).unwrap();
         let (output, lse) = (saved.0.view(), &saved.1[..]);
-        let backward = Backward { inputs, output, lse, output_gradient: given[3].view() };
+        let backward =
+            Backward { inputs, output, lse, output_gradient: given[3].view(), lse_gradient: None };
         let baseline = reference::gradients_baseline(&plain, backward, &heads, None).unwrap();
         let verdict = compare_gradients(&plain, inputs, judged, &exact, &baseline).unwrap();
         assert!(verdict.passed, "step {step}: {verdict}");

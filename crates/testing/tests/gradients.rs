@@ -6,7 +6,7 @@ use flashcore::{
     Backward, DType, InputTensors, Inputs, Mask, Problem, Scores, Shape, Tensor, TensorError,
 };
 use flashcore_testing::compare_gradients;
-use flashcore_testing::reference::{self, Gradients, HeadGradients, Heads, Rows};
+use flashcore_testing::reference::{self, Gradients, HeadGradients, Heads, ResultGradients, Rows};
 use flashcore_testing::verdict::{GradientsToJudge, GradientsVerdict};
 
 /// A small problem with its tensors, in f32 but with values that 16 bits represent, so that a step
@@ -15,6 +15,8 @@ struct Small {
     problem: Problem,
     tensors: InputTensors,
     gradient: Tensor,
+    /// The gradient of the log-sum-exps, if they have one.
+    lse_gradient: Option<Vec<f32>>,
 }
 
 impl Small {
@@ -26,26 +28,37 @@ impl Small {
         }
         tensors.sinks.iter_mut().flatten().for_each(|sink| *sink = round(*sink));
         let gradient = Tensor::random(DType::F32, problem.output_shape(), !seed).unwrap();
-        Small { gradient: rounded(&gradient).unwrap(), problem, tensors }
+        let lse_gradient = ResultGradients::random_lse(&problem, seed).unwrap();
+        Small { gradient: rounded(&gradient).unwrap(), problem, tensors, lse_gradient }
     }
 
     fn gradients(&self) -> Gradients {
         let heads = Heads::all(&self.problem);
         let inputs = self.tensors.inputs();
-        reference::gradients(&self.problem, inputs, &self.gradient, &heads, None).unwrap()
+        let output = self.gradient.view();
+        let results = ResultGradients { output, lse: self.lse_gradient.as_deref() };
+        reference::gradients(&self.problem, inputs, results, &heads, None).unwrap()
     }
 
-    /// Returns the loss, the sum of outputs times their gradients, by the reference of the forward
-    /// pass.
+    /// Returns the loss, the sum of outputs and of log-sum-exps times their gradients, by the
+    /// reference of the forward pass.
     fn loss(&self, inputs: Inputs<'_>) -> f64 {
         let rows = Rows::all(&self.problem);
-        let answer = reference::attention(&self.problem, inputs, &rows, None).unwrap();
+        let problem = self.problem.clone().forward();
+        let answer = reference::attention(&problem, inputs, &rows, None).unwrap();
         let outputs = answer.output.chunks_exact(self.problem.value_head_dim);
         let of_row = |(row, output): (&reference::Row, &[f64])| -> f64 {
             let gradient = self.gradient.head(row.batch, row.head).row(row.query);
             output.iter().zip(gradient).map(|(output, by)| output * f64::from(by)).sum()
         };
-        rows.as_slice().iter().zip(outputs).map(of_row).sum()
+        let of_outputs: f64 = rows.as_slice().iter().zip(outputs).map(of_row).sum();
+        let Some(by) = &self.lse_gradient else { return of_outputs };
+        let of_lse = |(row, lse): (&reference::Row, &f64)| {
+            let index = (row.batch * problem.query_heads + row.head) * problem.query_length;
+            // A row that sees no key has minus infinity, whatever its inputs are.
+            if lse.is_finite() { lse * f64::from(by[index + row.query]) } else { 0.0 }
+        };
+        of_outputs + rows.as_slice().iter().zip(&answer.lse).map(of_lse).sum::<f64>()
     }
 
     /// Returns the derivative of the loss with respect to the element at an index of a tensor;
@@ -187,6 +200,19 @@ fn score_rules_agree_with_differences() {
 }
 
 #[test]
+fn gradients_of_log_sum_exps_agree_with_differences() {
+    let with = |it: Problem| it.backward().with_lse_gradient();
+    agrees_with_differences(with(problem(5, 7)), 20);
+    // Two rows see no key: their log-sum-exps are minus infinity, or their sinks.
+    let causal = problem(5, 3).with_mask(Mask::CAUSAL);
+    for (seed, scores) in (21..).zip(Scores::EACH_RULE) {
+        agrees_with_differences(with(causal.clone().with_scores(scores)), seed);
+    }
+    let scores = Scores::EVERY_RULE;
+    agrees_with_differences(with(problem(4, 6).with_kv_heads(1).with_scores(scores)), 24);
+}
+
+#[test]
 fn grouped_heads_and_batches_agree_with_differences() {
     let grouped = Problem::new(2, 4, 3, 4).with_kv_heads(2).with_value_head_dim(2);
     agrees_with_differences(grouped.clone(), 8);
@@ -225,6 +251,7 @@ fn what_sees_nothing_and_what_nobody_sees_is_exactly_zero() {
         gradient: replaced(&small.gradient, |query| (query < 4).then_some(f32::NAN)),
         problem: small.problem.clone(),
         tensors: small.tensors.clone(),
+        lse_gradient: None,
     };
     let (clean, head) = (&small.gradients().heads[0], &poisoned.gradients().heads[0]);
     assert!(head.query[..4 * 5].iter().all(|value| *value == 0.0));
@@ -331,7 +358,7 @@ impl Judged {
         let reference = reference::gradients(&problem, inputs, &gradient, &heads, None).unwrap();
         let (output, lse) = reference::saved(&problem, inputs).unwrap();
         let (output, output_gradient) = (output.view(), gradient.view());
-        let backward = Backward { inputs, output, lse: &lse, output_gradient };
+        let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
         let baseline = reference::gradients_baseline(&problem, backward, &heads, None).unwrap();
         Judged { problem, tensors, gradient, reference, baseline }
     }

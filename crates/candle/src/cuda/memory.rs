@@ -43,6 +43,7 @@ pub(super) fn gradients(
         key: without_gaps(key, problem.key_shape())?,
         value: without_gaps(value, problem.value_shape())?,
         sinks: None,
+        lse: None,
     })
 }
 

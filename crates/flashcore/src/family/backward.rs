@@ -9,7 +9,8 @@ use kernels::Configuration;
 use kernels::attention::Batch;
 use kernels::attention::function::ListsOf;
 use kernels::backward::{
-    BackwardPass, persistent_backward, split_backward, tall_backward, tuned_backward,
+    BackwardPass, RowSums, SinkGradients, persistent_backward, split_backward, tall_backward,
+    tuned_backward,
 };
 use kernels::parameter::{Number, Workspace};
 
@@ -78,18 +79,27 @@ impl Kernels {
 
     /// Adds the launches before (`RowSums`) and after (`Rounding`, `SinkGradients`) the main
     /// kernel, and their workspace.
-    pub(super) fn beside(&self, choice: &mut Choice, rows: &RowBlocks, sums: SumsBeside) {
+    pub(super) fn beside(
+        &self,
+        problem: &Problem,
+        choice: &mut Choice,
+        rows: &RowBlocks,
+        sums: SumsBeside,
+    ) {
         let beside = |kernel, blocks, numbers: Vec<(Number, u32)>| {
             let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(numbers);
             Launch { kernel, blocks, numbers: numbers.collect(), widened: false }
         };
-        let row_sums = Configuration::RowSums(self.pass.row_sums());
+        let row_sums = RowSums { lse_gradient: problem.lse_gradient, ..self.pass.row_sums() };
+        let row_sums = Configuration::RowSums(row_sums);
         choice.launches.insert(0, beside(row_sums, rows.all, sums.cleared));
         let rounding = self.pass.rounding();
         let blocks = rounding.blocks(sums.rounding_blocks);
         let rounding = Configuration::Rounding(rounding);
         choice.launches.push(beside(rounding, blocks, sums.rounded));
-        let sinks = self.pass.sink_gradients().map(Configuration::SinkGradients);
+        let sinks = self.pass.sink_gradients();
+        let sinks = sinks.map(|it| SinkGradients { lse_gradient: problem.lse_gradient, ..it });
+        let sinks = sinks.map(Configuration::SinkGradients);
         choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, Vec::new())));
         choice.main = 1;
         let has_counters = self.pass.deterministic || self.pass.clear_and_round;
@@ -190,7 +200,7 @@ pub(super) fn launch(
         choice.launches[0].numbers.push((Number::QueryBlocks, counts.tiles_per_head));
     }
     let sums = SumsBeside::of_blocks(&rows, shares.row_blocks(&rows, heads));
-    kernels.beside(&mut choice, &rows, sums);
+    kernels.beside(problem, &mut choice, &rows, sums);
     let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
         choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;

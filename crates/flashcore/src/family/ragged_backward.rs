@@ -95,7 +95,7 @@ impl Kernels {
                 (shares.beside(per_head, &schedule), Tiles::KeysOrQueries)
             }
         };
-        self.beside(&mut choice, &rows, sums);
+        self.beside(problem, &mut choice, &rows, sums);
         schedule.before(chip.target, tiles, &mut choice);
         choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
         Ok(choice)

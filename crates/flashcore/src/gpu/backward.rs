@@ -55,7 +55,7 @@ impl GpuBackend {
 /// The device memory of one call.
 struct Operands {
     /// The inputs, in the order of [`given`]. Kernels only read them.
-    given: [Buffer; 6],
+    given: Vec<Buffer>,
     /// The gradients of query, key and value.
     results: [GuardedBuffer; 3],
     /// The gradients of the sinks, where there are any.
@@ -66,16 +66,18 @@ struct Operands {
 }
 
 /// Returns the inputs of a backward pass, with their names.
-fn given(backward: Backward<'_>) -> [(&'static str, &[u8]); 6] {
-    let Backward { inputs, output, lse, output_gradient } = backward;
-    [
+fn given(backward: Backward<'_>) -> impl Iterator<Item = (&'static str, &[u8])> {
+    let Backward { inputs, output, lse, output_gradient, lse_gradient } = backward;
+    let always = [
         ("query", inputs.query.bytes()),
         ("key", inputs.key.bytes()),
         ("value", inputs.value.bytes()),
         ("output", output.bytes()),
         ("output gradient", output_gradient.bytes()),
         ("log-sum-exp", bytemuck::cast_slice(lse)),
-    ]
+    ];
+    let lse_gradient = lse_gradient.map(bytemuck::cast_slice);
+    always.into_iter().chain(lse_gradient.map(|bytes| ("gradient of the log-sum-exps", bytes)))
 }
 
 impl Operands {
@@ -86,9 +88,8 @@ impl Operands {
         results: &[Tensor; 3],
     ) -> Result<Self, GpuError> {
         let (gpu, inputs) = (backend.gpu(), backward.inputs);
-        let [query, key, value, output, output_gradient, lse] =
-            given(backward).map(|(_, bytes)| gpu.upload(bytes));
-        let given = [query?, key?, value?, output?, output_gradient?, lse?];
+        let given = given(backward).map(|(_, bytes)| gpu.upload(bytes));
+        let given = given.collect::<Result<Vec<_>, _>>()?;
         let [query, key, value] = results;
         // Kernels do not write the rows of a ragged batch that belong to no sequence: they start as
         // zeros.
@@ -115,6 +116,7 @@ impl Operands {
             key: at(results[1].address(), key.view()),
             value: at(results[2].address(), value.view()),
             sinks: sinks.as_ref().map(GuardedBuffer::address),
+            lse: given.get(6).map(Buffer::address),
         });
         let mut lists = DeviceLists::new(gpu);
         lists.of_call(problem, inputs, &mut tensors)?;
@@ -133,7 +135,7 @@ impl Operands {
         for (name, buffer) in names.into_iter().zip(self.results.iter().chain(&self.sinks)) {
             buffer.look_for_trespasses(gpu, name)?;
         }
-        for ((name, bytes), buffer) in given(backward).into_iter().zip(&self.given) {
+        for ((name, bytes), buffer) in given(backward).zip(&self.given) {
             look_for_changes(gpu, name, buffer, bytes)?;
         }
         Ok(())

@@ -129,7 +129,7 @@ impl CapturedTensors {
     }
 }
 
-/// The gradient of the output, which is read, and the gradients to compute.
+/// The gradients of the results, which are read, and the gradients to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Gradients {
     /// Gradient of the output (dO), of the output's shape.
@@ -142,6 +142,9 @@ pub struct Gradients {
     pub value: DeviceTensor,
     /// Receives the gradients of the sinks in f32, one per query head, where the problem has sinks.
     pub sinks: Option<DeviceAddress>,
+    /// Gradient of the log-sum-exps (dLSE), which is read, in their layout, where the problem has
+    /// [`lse_gradient`](Problem::lse_gradient).
+    pub lse: Option<DeviceAddress>,
 }
 
 impl Tensors {
@@ -277,6 +280,8 @@ impl Tensors {
         check("output gradient", output_gradient, backward)?;
         let sinks = self.gradients.and_then(|gradients| gradients.sinks);
         check("gradient of the sinks", sinks, backward && scores.sinks)?;
+        let lse = self.gradients.and_then(|gradients| gradients.lse);
+        check("gradient of the log-sum-exps", lse, problem.lse_gradient)?;
         check("log-sum-exp", self.lse, self.lse.is_some() || problem.lse)
     }
 }
@@ -311,6 +316,7 @@ impl Addresses for Tensors {
                     Tensor::KeyGradient => Some(gradients.key.address),
                     Tensor::ValueGradient => Some(gradients.value.address),
                     Tensor::SinkGradient => gradients.sinks,
+                    Tensor::LseGradient => gradients.lse,
                     _ => None,
                 }
             }

@@ -84,6 +84,7 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
         Tensor::ValueGradient => "value gradient",
         Tensor::OutputGradient => "output gradient",
         Tensor::SinkGradient => "gradient of the sinks",
+        Tensor::LseGradient => "gradient of the log-sum-exps",
         Tensor::QueryDescale => "query descale",
         Tensor::KeyDescale => "key descale",
         Tensor::ValueDescale => "value descale",

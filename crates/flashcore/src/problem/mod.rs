@@ -92,6 +92,8 @@ pub struct Problem {
     pub lse: bool,
     /// Whether the output or the gradients are computed.
     pub pass: Pass,
+    /// Whether the log-sum-exp has a gradient too, in the backward pass.
+    pub lse_gradient: bool,
     /// Whether gradients must be bitwise identical from run to run.
     pub deterministic: bool,
     /// Whether the output of a query must be bitwise identical whatever else is in the batch.
@@ -189,6 +191,9 @@ pub enum ProblemError {
     /// The storage of queries or keys is invalid.
     #[error("{0}")]
     Storage(&'static str),
+    /// `lse_gradient` is set on a forward problem.
+    #[error("lse_gradient is said of gradients alone, and outputs are asked for")]
+    LseGradient,
     /// `deterministic` is set on a forward problem.
     #[error("deterministic is said of gradients alone, and outputs are asked for")]
     Deterministic,
@@ -221,6 +226,7 @@ impl Problem {
             lists: Lists::default(),
             lse: true,
             pass: Pass::Forward,
+            lse_gradient: false,
             deterministic: false,
             batch_invariant: false,
         }
@@ -240,10 +246,24 @@ impl Problem {
         Problem { pass: Pass::Backward, batch_invariant: false, ..self }
     }
 
-    /// Asks for the output of this problem. Clears `deterministic`, which only gradients
-    /// have.
+    /// Asks for the output of this problem. Clears `lse_gradient` and `deterministic`, which only
+    /// gradients have.
     pub fn forward(self) -> Self {
-        Problem { pass: Pass::Forward, deterministic: false, ..self }
+        Problem { pass: Pass::Forward, lse_gradient: false, deterministic: false, ..self }
+    }
+
+    /// Says that the log-sum-exp has a gradient as well as the output: the gradients are then those
+    /// of a sum over both.
+    ///
+    /// ```
+    /// use flashcore::Problem;
+    ///
+    /// let problem = Problem::new(1, 8, 512, 64).backward().with_lse_gradient();
+    /// assert!(problem.text().ends_with("backward,lse_gradient"));
+    /// assert!(Problem::new(1, 8, 512, 64).with_lse_gradient().validate().is_err());
+    /// ```
+    pub fn with_lse_gradient(self) -> Self {
+        Problem { lse_gradient: true, ..self }
     }
 
     /// Asks for gradients that are bitwise identical from run to run, whatever else the GPU is
@@ -361,6 +381,9 @@ impl Problem {
         }
         if !self.scale().is_finite() {
             return Err(ProblemError::Scale(self.scale()));
+        }
+        if self.lse_gradient && self.pass == Pass::Forward {
+            return Err(ProblemError::LseGradient);
         }
         if self.deterministic && self.pass == Pass::Forward {
             return Err(ProblemError::Deterministic);
@@ -524,6 +547,9 @@ impl fmt::Display for Problem {
         }
         if self.pass == Pass::Backward {
             write!(f, ", backward")?;
+        }
+        if self.lse_gradient {
+            write!(f, ", lse_gradient")?;
         }
         if self.deterministic {
             write!(f, ", deterministic")?;

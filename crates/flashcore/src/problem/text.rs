@@ -15,7 +15,8 @@ use crate::dtype::DType;
      there are window=LEFT:RIGHT, chunk=, {SCORE_WORDS}, queries=packed:ROWS, \
      keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
      key_lengths, left_padding, batch_index, q_descale=head, k_descale=, v_descale=head or token, \
-     mask=(mask ...), score=(score ...), batch_invariant, backward and deterministic too"
+     mask=(mask ...), score=(score ...), batch_invariant, backward, lse_gradient and deterministic \
+     too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -47,7 +48,8 @@ impl FromStr for Problem {
     /// - `mask=` and `score=` with the text of a [`Function`]
     /// - storage: `queries=packed:ROWS`, `keys=packed:ROWS`, `keys=entries:COUNT`,
     ///   `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`]
-    /// - `backward` for gradients, with `deterministic` for the same bits from run to run
+    /// - `backward` for gradients, with `lse_gradient` where the log-sum-exp has one too, and
+    ///   `deterministic` for the same bits from run to run
     /// - `batch_invariant` for outputs whose bits do not depend on the batch
     ///
     /// Defaults are those of `flashcore attend`: one sequence of 1024, 8 heads of dim 128, bf16,
@@ -71,7 +73,8 @@ impl FromStr for Problem {
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
             (Storage::Padded, Storage::Padded, Lists::default());
-        let (mut pass, mut deterministic, mut batch_invariant) = (Pass::Forward, false, false);
+        let (mut pass, mut lse_gradient) = (Pass::Forward, false);
+        let (mut deterministic, mut batch_invariant) = (false, false);
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
             let (name, value) = match word.split_once('=') {
                 Some((name, value)) => (name.trim(), Some(value.trim())),
@@ -91,6 +94,7 @@ impl FromStr for Problem {
                     Ok(dtype) => dtype_of_all = dtype,
                     Err(_) if word == "causal" => causal = true,
                     Err(_) if word == "backward" => pass = Pass::Backward,
+                    Err(_) if word == "lse_gradient" => lse_gradient = true,
                     Err(_) if word == "deterministic" => deterministic = true,
                     Err(_) if word == "batch_invariant" => batch_invariant = true,
                     Err(_) if lists.insert(word) => {}
@@ -154,7 +158,8 @@ impl FromStr for Problem {
             .with_scores(scores)
             .with_storage(queries, keys)
             .with_lists(lists);
-        let problem = Problem { dtypes, descales, pass, deterministic, batch_invariant, ..problem };
+        let problem = Problem { dtypes, descales, pass, lse_gradient, ..problem };
+        let problem = Problem { deterministic, batch_invariant, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -193,6 +198,7 @@ impl Problem {
         words.extend(self.scores.words());
         words.extend(self.storage_words());
         words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
+        words.extend(self.lse_gradient.then(|| "lse_gradient".to_owned()));
         words.extend(self.deterministic.then(|| "deterministic".to_owned()));
         words.extend(self.batch_invariant.then(|| "batch_invariant".to_owned()));
         words.join(",")
@@ -221,11 +227,12 @@ mod tests {
              alibi, sinks"
         );
         assert_eq!(parse("window=:0").unwrap(), parse("causal").unwrap());
-        let text = "b=1,h=8,s=64,d=64,f16,backward,deterministic";
+        let text = "b=1,h=8,s=64,d=64,f16,backward,lse_gradient,deterministic";
         let problem: Problem = text.parse().unwrap();
-        assert_eq!(problem, Problem::new(1, 8, 64, 64).backward().deterministic());
+        let expected = Problem::new(1, 8, 64, 64).backward().with_lse_gradient();
+        assert_eq!(problem, expected.deterministic());
         assert_eq!(problem.text(), text);
-        assert!(problem.to_string().ends_with("f16, backward, deterministic"));
+        assert!(problem.to_string().ends_with("f16, backward, lse_gradient, deterministic"));
         let text = "b=1,h=8,s=64,d=64,f16,batch_invariant";
         let problem: Problem = text.parse().unwrap();
         assert_eq!(problem, Problem::new(1, 8, 64, 64).batch_invariant());
@@ -269,6 +276,7 @@ mod tests {
         assert!(refusal("x=1").starts_with("there is no size `x`"));
         assert!(refusal("s=-1").starts_with("`-1` is no number for `s`"));
         assert!(refusal("scale=big").starts_with("`big` is no number for `scale`"));
+        assert!(refusal("lse_gradient").starts_with("lse_gradient is said of gradients"));
         assert!(refusal("deterministic").starts_with("deterministic is said of gradients"));
         let refused = refusal("batch_invariant,backward");
         assert!(refused.starts_with("batch_invariant is said of outputs alone"), "{refused}");

@@ -209,6 +209,7 @@ impl ThreadResources {
                 key: like(tensors.key, result(1)),
                 value: like(tensors.value, result(2)),
                 sinks: problem.scores.sinks.then(|| result(3)),
+                lse: None,
             }
         });
         for (list, place) in tensors.lists_mut().into_iter().zip(lists) {

@@ -400,7 +400,7 @@ fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.tensor_seed);
     let gradient = gradient.map_err(flashcore::Error::from)?;
     let (output, output_gradient) = (output.view(), gradient.view());
-    let backward = Backward { inputs, output, lse: &lse, output_gradient };
+    let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
     let mut answer = session.answer(case, PassInputs::Backward(backward))?;
     answer.warnings.extend(checked.warnings);
     Ok(Checked::new(judge_gradients(case, backward, &answer)?, &answer))
@@ -607,7 +607,7 @@ mod tests {
         let gradient =
             Tensor::random(case.problem.dtype(), case.problem.output_shape(), 1).unwrap();
         let (output, output_gradient) = (output.view(), gradient.view());
-        let backward = Backward { inputs, output, lse: &lse, output_gradient };
+        let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
         let right = on_the_cpu(&case, PassInputs::Backward(backward)).unwrap();
         assert!(judge_gradients(&case, backward, &right).unwrap().unwrap() > 0);
         for wrong in 0..3 {

@@ -30,7 +30,9 @@ impl Planned {
             let Tensors { query, key, value, output, .. } = tensors;
             let sinks = problem.scores.sinks.then(|| lists.numbers(&vec![0; problem.query_heads]));
             let sinks = sinks.transpose()?;
-            tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+            let lse = problem.lse_gradient.then(|| lists.numbers(&vec![0; problem.rows()]));
+            let lse = lse.transpose()?;
+            tensors.gradients = Some(Gradients { output, query, key, value, sinks, lse });
         }
         auxiliary.on_device(problem, &mut lists, &mut tensors)?;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;

@@ -107,11 +107,12 @@ impl BackwardPass {
         2 * 4 * self.query_block
     }
 
-    /// Returns the kernel that runs before the main kernel.
+    /// Returns the kernel that runs before the main kernel, without a gradient of the log-sum-exps.
     pub fn row_sums(&self) -> RowSums {
         RowSums {
             target: self.target,
             element: self.element,
+            lse_gradient: false,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             counters: self.deterministic || (self.clear_and_round && self.batch == Batch::Equal),
@@ -132,11 +133,13 @@ impl BackwardPass {
         }
     }
 
-    /// Returns the kernel that runs last, where there are sinks.
+    /// Returns the kernel that runs last, where there are sinks, without a gradient of the
+    /// log-sum-exps.
     pub fn sink_gradients(&self) -> Option<SinkGradients> {
         self.rules.sinks.then_some(SinkGradients {
             target: self.target,
             mask: self.rules.mask,
+            lse_gradient: false,
             query_block: self.query_block,
             batch: self.batch,
         })

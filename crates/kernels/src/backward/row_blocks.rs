@@ -6,7 +6,9 @@
 //! `start / query_block + s`. That leaves room for every sequence's last, incomplete block without
 //! adding up lengths. Some blocks in between belong to no sequence.
 
-use ptx::{Builder, Expression, GlobalAddress, Reg, S32, Select, SpecialRegister, U32, U64, Value};
+use ptx::{
+    Builder, Expression, F32, GlobalAddress, Reg, S32, Select, SpecialRegister, U32, U64, Value,
+};
 
 use super::SumsLayout;
 use crate::attention::Batch;
@@ -50,9 +52,10 @@ pub(crate) enum Vectors {
     Rows(Rows),
 }
 
-/// The log-sum-exps of the forward pass.
+/// The log-sum-exps of the forward pass, and their gradient if they have one.
 pub(super) struct LogSums {
     address: Reg<GlobalAddress>,
+    gradient: Option<Reg<GlobalAddress>>,
     /// In a ragged batch, elements from one sequence to the next, and from one head to the next.
     strides: Option<[Reg<U32>; 2]>,
 }
@@ -209,21 +212,22 @@ impl Vectors {
 }
 
 impl LogSums {
-    pub(super) fn parameters(k: &mut Builder, batch: Batch) -> Self {
+    pub(super) fn parameters(k: &mut Builder, gradient: bool, batch: Batch) -> Self {
         LogSums {
             address: Tensor::Lse.address(k),
+            gradient: gradient.then(|| Tensor::LseGradient.address(k)),
             strides: (batch != Batch::Equal)
                 .then(|| [Number::LseBatchStride.read(k), Number::LseHeadStride.read(k)]),
         }
     }
 
-    /// Returns the address of a row's log-sum-exp.
-    pub(super) fn of(
+    /// Loads the log-sum-exp of a row, and its gradient.
+    pub(super) fn load(
         &self,
         k: &mut Builder,
         block: &RowBlock,
         row: Reg<U32>,
-    ) -> Value<GlobalAddress> {
+    ) -> (Reg<F32>, Option<Reg<F32>>) {
         let index = match (&self.strides, &block.place) {
             (None, RowPlace::Equal { head_and_batch, .. }) => {
                 k.eval(*head_and_batch * block.query_length + row)
@@ -236,6 +240,8 @@ impl LogSums {
             }
             _ => unreachable!("log-sum-exps and blocks are of one batch"),
         };
-        self.address + index.convert::<U64>() * 4
+        let offset = index.convert::<U64>() * 4;
+        let lse = k.load(self.address + offset.clone());
+        (lse, self.gradient.map(|gradient| k.load(gradient + offset)))
     }
 }

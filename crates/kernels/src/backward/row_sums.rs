@@ -1,6 +1,10 @@
 //! The kernel before the products: computes `delta`, the row sums of `dO * O`, converts the
 //! log-sum-exps to units of log2, and clears the sums of `dQ`. It stores both statistics negated,
 //! so that the main kernel adds them.
+//!
+//! A gradient of the log-sum-exps (dLSE) is subtracted from `delta`, and no other kernel knows of
+//! it: the derivative of a row's log-sum-exp with respect to a score is `P`, so that
+//! `dS = P (dP - delta) + P dLSE`.
 
 use std::f32::consts::LOG2_E;
 
@@ -33,6 +37,8 @@ pub struct RowSums {
     pub target: Target,
     /// The element type of the output and of its gradient.
     pub element: Element,
+    /// Whether the log-sum-exps have a gradient.
+    pub lse_gradient: bool,
     /// The width of outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
     /// The layout of the `dQ` sums that it clears.
@@ -49,11 +55,14 @@ pub struct RowSums {
 impl RowSums {
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, counters, shares, batch } = self;
+        let RowSums { target, element, value_head_dim, sums, counters, shares, batch, .. } = self;
         let SumsLayout { query_block, columns, .. } = sums;
+        let lse = if self.lse_gradient { "_dlse" } else { "" };
         let (counters, batch) = (if *counters { "_counters" } else { "" }, batch.suffix());
         let (sums, shares) = (format!("{query_block}x{columns}"), shares_suffix(*shares));
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}{shares}")
+        format!(
+            "row_sums_{target}_{element}_d{value_head_dim}_{sums}{lse}{counters}{batch}{shares}"
+        )
     }
 
     /// Returns some configuration of a main kernel that this kernel may precede, if there is one.
@@ -70,7 +79,8 @@ impl RowSums {
             split: false,
             shares: self.shares.is_some(),
         };
-        if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
+        let plain = RowSums { lse_gradient: false, ..*self };
+        if hopper.pass().row_sums() == plain && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // More rules may need smaller query blocks.
@@ -78,7 +88,7 @@ impl RowSums {
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
             mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
         });
-        tuned.find(|it| it.pass().row_sums() == *self).map(Configuration::BackwardMma)
+        tuned.find(|it| it.pass().row_sums() == plain).map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel. The grid has one thread block for each query block of the workspace.
@@ -99,7 +109,7 @@ impl RowSums {
     fn write(&self, k: &mut Builder) {
         let output = Vectors::parameters(k, Tensor::Output, self.batch);
         let gradient = Vectors::parameters(k, Tensor::OutputGradient, self.batch);
-        let lse = LogSums::parameters(k, self.batch);
+        let lse = LogSums::parameters(k, self.lse_gradient, self.batch);
         let statistics = Workspace::RowStatistics.address(k);
         let sums = Workspace::QueryGradientSums.address(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
@@ -175,11 +185,10 @@ impl RowSums {
                         let offset = loaded_column.convert::<U64>() * self.element.bytes();
                         load_eight(k, address + offset)
                     });
-                    let lse = lse.of(k, block, row);
-                    (within, exists, chunks, k.load::<F32, _>(lse))
+                    (within, exists, chunks, lse.load(k, block, row))
                 })
                 .collect();
-            for (within, exists, chunks, lse) in loaded {
+            for (within, exists, chunks, (lse, lse_gradient)) in loaded {
                 let [a, b] = chunks.map(|chunk| eight_as_f32(k, self.element, chunk));
                 let sum = k.variable::<F32>(0.0);
                 for (a, b) in a.into_iter().zip(b) {
@@ -190,13 +199,15 @@ impl RowSums {
                 let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
                 // A row that saw no key has P = 0: minus infinity, where negation would give plus
                 // infinity.
-                let nothing = !exists | lse.equals(f32::NEG_INFINITY);
+                let nothing = k.eval(!exists | lse.equals(f32::NEG_INFINITY));
                 let log_sum = k.eval(nothing.select::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
+                // Zero times infinity or NaN would not be zero.
+                let delta = lse_gradient.map_or(-sum, |it| nothing.select::<F32>(0.0, it - sum));
                 let mine = column.equals(0) & within.less(self.sums.query_block);
                 k.if_(mine, |k| {
                     let at = k.eval(statistics + within.convert::<U64>() * 4);
                     k.store(at, log_sum);
-                    k.store(at + 4 * self.sums.query_block, -sum);
+                    k.store(at + 4 * self.sums.query_block, delta);
                 });
             }
         }

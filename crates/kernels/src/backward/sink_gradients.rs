@@ -1,5 +1,6 @@
 //! The gradients of attention sinks: for each query head, minus the sum over its rows of `exp(sink
-//! - lse) * delta`.
+//! - lse) * delta`, where [`RowSums`](super::RowSums) has subtracted the gradient of the row's
+//! log-sum-exp from `delta`.
 //!
 //! One thread block sums all rows of a head in a fixed order, so that results are bitwise
 //! reproducible.
@@ -28,8 +29,12 @@ const ROWS: u32 = 4;
 pub struct SinkGradients {
     /// The target architecture.
     pub target: Target,
-    /// The mask. A row that sees no key contributes nothing to its sink's gradient.
+    /// The mask. A row that sees no key contributes nothing to its sink's gradient but the gradient
+    /// of its log-sum-exp, which is the sink.
     pub mask: MaskKind,
+    /// Whether the log-sum-exps have a gradient. The outputs of rows that see no key must then be
+    /// zero; otherwise they may be anything.
+    pub lse_gradient: bool,
     /// Query rows of a query block of the statistics: a multiple of 4 that divides 1024.
     pub query_block: u32,
     /// How sequences are stored.
@@ -45,9 +50,10 @@ enum AllRows {
 impl SinkGradients {
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
-        let SinkGradients { target, mask, query_block, batch } = self;
+        let SinkGradients { target, mask, lse_gradient, query_block, batch } = self;
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
-        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch.suffix())
+        let lse = if *lse_gradient { "_dlse" } else { "" };
+        format!("sink_gradients_{target}_{mask}_{query_block}{lse}{}", batch.suffix())
     }
 
     /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
@@ -66,7 +72,8 @@ impl SinkGradients {
             split: false,
             shares: false,
         };
-        if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
+        let plain = Some(SinkGradients { lse_gradient: false, ..*self });
+        if hopper.pass().sink_gradients() == plain && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // Wider heads and more rules may need smaller query blocks.
@@ -76,7 +83,7 @@ impl SinkGradients {
                 mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
             })
         });
-        let mut tuned = tuned.flatten().filter(|it| it.pass().sink_gradients() == Some(*self));
+        let mut tuned = tuned.flatten().filter(|it| it.pass().sink_gradients() == plain);
         tuned.next().map(Configuration::BackwardMma)
     }
 
@@ -128,10 +135,15 @@ impl SinkGradients {
             let row_sums = k.load_vector::<F32, _, 4>(row_sums, LoadHint::default());
             for row in 0..ROWS as usize {
                 let query = k.eval(block * self.query_block + within + row as u32);
-                let seen = self.keys(k, &visibility, query, lengths);
-                // A row without keys or without probabilities contributes nothing, whatever its
-                // statistics hold.
-                let counts = seen[0].less(seen[1]) & log_sums[row].greater(f32::NEG_INFINITY);
+                let exists = log_sums[row].greater(f32::NEG_INFINITY);
+                let counts = if self.lse_gradient {
+                    exists
+                } else {
+                    // A row without keys or without probabilities contributes nothing, whatever its
+                    // statistics hold.
+                    let seen = self.keys(k, &visibility, query, lengths);
+                    seen[0].less(seen[1]) & exists
+                };
                 let weight = k.exp2(sink + log_sums[row]);
                 let part = counts.select::<F32>(weight * row_sums[row], 0.0);
                 k.set(sum, sum + part);

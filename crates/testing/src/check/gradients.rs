@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::{Case, Checked, REFERENCE_OPERATIONS};
-use crate::reference::{self, Gradients, Heads};
+use crate::reference::{self, Gradients, Heads, ResultGradients};
 use crate::verdict::{GradientsToJudge, GradientsVerdict, compare_gradients};
 use flashcore::plan::{Arrangement, GradientStrides};
 use flashcore::{Backend, Backward, Error, Inputs, Problem, Progress, RunOptions, Tensor};
@@ -52,12 +52,15 @@ pub struct ExpectedGradients<'a> {
     problem: Problem,
     inputs: Inputs<'a>,
     output_gradient: Tensor,
+    /// The gradient of the log-sum-exps, if the problem has one.
+    lse_gradient: Option<Vec<f32>>,
     heads: Heads,
     reference: Gradients,
 }
 
 impl<'a> ExpectedGradients<'a> {
-    /// Computes the reference, for all heads, or for a sample where that would take too long.
+    /// Computes the reference, for all heads, or for a sample where that would take too long. A
+    /// gradient of the log-sum-exps is random.
     pub fn new(
         problem: &Problem,
         inputs: Inputs<'a>,
@@ -69,9 +72,12 @@ impl<'a> ExpectedGradients<'a> {
         let of_head = 4.0 * forward.visible_flops() / (problem.batch * problem.kv_heads) as f64;
         let count = (8.0 * REFERENCE_OPERATIONS / of_head.max(1.0)) as usize;
         let heads = Heads::sample(problem, count.max(1), seed);
-        let reference = reference::gradients(problem, inputs, &output_gradient, &heads, None)?;
+        let lse_gradient = ResultGradients::random_lse(problem, seed)?;
+        let output = output_gradient.view();
+        let results = ResultGradients { output, lse: lse_gradient.as_deref() };
+        let reference = reference::gradients(problem, inputs, results, &heads, None)?;
         let problem = problem.clone().backward();
-        Ok(ExpectedGradients { problem, inputs, output_gradient, heads, reference })
+        Ok(ExpectedGradients { problem, inputs, output_gradient, lse_gradient, heads, reference })
     }
 
     /// Computes the reference with a random gradient of the output.
@@ -95,9 +101,11 @@ impl<'a> ExpectedGradients<'a> {
         backend: &dyn Backend,
         run: impl Fn(Backward<'_>) -> Result<flashcore::Gradients, Error>,
     ) -> Result<GradientsOutcome, Error> {
-        let ExpectedGradients { problem, inputs, output_gradient, heads, reference } = self;
+        let ExpectedGradients { problem, inputs, output_gradient, heads, reference, .. } = self;
+        let lse_gradient = self.lse_gradient.as_deref();
         let forward = backend.run(&problem.clone().forward(), *inputs, &RunOptions::default())?;
         let backward = Backward::new(*inputs, &forward, output_gradient);
+        let backward = Backward { lse_gradient, ..backward };
         let (first, second) = (run(backward)?, run(backward)?);
         let found = GradientsToJudge {
             query: Some(&first.query),

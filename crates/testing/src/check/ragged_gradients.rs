@@ -17,6 +17,8 @@ pub struct RaggedGradients {
     sequences: Sequences,
     tensors: InputTensors,
     output_gradient: Tensor,
+    /// Whether the log-sum-exps have a gradient.
+    lse_gradient: bool,
 }
 
 const DIMS: [(usize, usize); 8] =
@@ -70,17 +72,20 @@ impl RaggedGradients {
             descales: Descales::default(),
         };
         let output_gradient = random(with_values(query), sequences.queries(), 3)?;
-        Ok(RaggedGradients { seed, sequences, tensors, output_gradient })
+        let lse_gradient = rng.one_in(4);
+        Ok(RaggedGradients { seed, sequences, tensors, output_gradient, lse_gradient })
     }
 
     /// Returns the backward problem of the case.
     pub fn problem(&self) -> Result<Problem, Error> {
-        self.sequences.over(self.tensors.inputs()).map(|(problem, _)| problem.backward())
+        let mut problem = self.sequences.over(self.tensors.inputs())?.0.backward();
+        problem.lse_gradient = self.lse_gradient;
+        Ok(problem)
     }
 
     /// Runs the forward pass of the back end, then a kernel for gradients twice, and judges it.
     pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<GradientsOutcome, Error> {
-        let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
+        let (problem, inputs) = (self.problem()?, self.sequences.over(self.tensors.inputs())?.1);
         let gradient = self.output_gradient.clone();
         ExpectedGradients::new(&problem, inputs, gradient, self.seed)?.check(backend, kernel)
     }

@@ -244,6 +244,7 @@ fn sink_gradients() -> [SinkGradients; 2] {
     let plain = SinkGradients {
         target: Target::SM_90A,
         mask: MaskKind::Causal,
+        lse_gradient: false,
         query_block: 64,
         batch: Batch::Equal,
     };

@@ -10,7 +10,9 @@ mod baseline;
 mod exact;
 mod rule;
 
-pub use backward::{Gradients, HeadGradients, Heads, Noise, gradients, gradients_baseline, saved};
+pub use backward::{
+    Gradients, HeadGradients, Heads, Noise, ResultGradients, gradients, gradients_baseline, saved,
+};
 
 use std::collections::BTreeSet;
 

@@ -9,7 +9,7 @@ use sim::Memory;
 
 use super::call::{Buffers, Staged, UNTOUCHED};
 use super::{Expected, encode};
-use crate::reference::{self, HeadGradients, Heads};
+use crate::reference::{self, HeadGradients, Heads, ResultGradients};
 use crate::verdict::gradient_tolerances;
 
 /// The output of the forward pass with its log-sum-exps, and the gradient dO of the output.
@@ -19,6 +19,8 @@ pub(super) struct Backward {
     held: Tensor,
     lse: Vec<f32>,
     gradient: Tensor,
+    /// The gradient of the log-sum-exps, if the problem has one.
+    lse_gradient: Option<Vec<f32>>,
 }
 
 /// A gradient: its name, its tensor, and its values in a [`HeadGradients`].
@@ -51,13 +53,14 @@ impl Backward {
                 (0..problem.query_heads).for_each(|head| held.set_row([entry, row, head], &ones));
             }
         }
-        Ok(Backward { output, held, lse, gradient })
+        let lse_gradient = ResultGradients::random_lse(problem, 0)?;
+        Ok(Backward { output, held, lse, gradient, lse_gradient })
     }
 
     /// Returns the bytes of a result of the forward pass.
     pub(super) fn bytes(&self, role: Role) -> Vec<u8> {
         match role {
-            Role::Lse => self.lse.iter().flat_map(|it| it.to_le_bytes()).collect(),
+            Role::Lse => bytes(&self.lse),
             _ => self.held.bytes().to_vec(),
         }
     }
@@ -77,6 +80,10 @@ impl Backward {
     ) {
         let given = memory.input("OutputGradient", self.gradient.bytes().to_vec());
         buffers.insert(Source::Tensor(Role::OutputGradient), given);
+        if let Some(gradient) = &self.lse_gradient {
+            let given = memory.input("LseGradient", bytes(gradient));
+            buffers.insert(Source::Tensor(Role::LseGradient), given);
+        }
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         for ((_, role, _), shape) in PARTS.into_iter().zip(shapes) {
             let (name, count) = (format!("{role:?}"), shape.elements().unwrap_or(0));
@@ -101,10 +108,13 @@ impl Backward {
     pub(super) fn expected(&self, staged: &Staged<'_>) -> Result<Vec<Expected>, Error> {
         let Staged { problem, inputs, buffers, .. } = staged;
         let heads = Heads::all(problem);
-        let exact = reference::gradients(problem, *inputs, &self.gradient, &heads, None)?;
         let (output, output_gradient) = (self.output.view(), self.gradient.view());
+        let lse_gradient = self.lse_gradient.as_deref();
+        let results = ResultGradients { output: output_gradient, lse: lse_gradient };
+        let exact = reference::gradients(problem, *inputs, results, &heads, None)?;
+        let (inputs_of, lse) = (*inputs, self.lse.as_slice());
         let backward =
-            flashcore::Backward { inputs: *inputs, output, lse: &self.lse, output_gradient };
+            flashcore::Backward { inputs: inputs_of, output, lse, output_gradient, lse_gradient };
         let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
         let [query, key, value, sinks] = gradient_tolerances(problem, *inputs, &exact, &baseline);
         let of_sinks = exact.sinks(problem).filter(|_| problem.scores.sinks).map(|exact| {
@@ -142,6 +152,10 @@ impl Backward {
         };
         Ok(parts.map(of).chain(of_sinks).collect())
     }
+}
+
+fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|it| it.to_le_bytes()).collect()
 }
 
 /// Returns the placement of a gradient's rows.

@@ -206,7 +206,7 @@ impl Scene {
             Configuration::RowSums(it) => {
                 let before = it.before().unwrap_or(*kernel);
                 let call = Call::for_companion(before, it.sums.query_block as usize + 5);
-                call.scene_of(backward_launch(it.batch, 0))
+                call.with_lse_gradient(it.lse_gradient).scene_of(backward_launch(it.batch, 0))
             }
             Configuration::Rounding(it) => {
                 let after = it.after().unwrap_or(*kernel);
@@ -215,7 +215,7 @@ impl Scene {
             }
             Configuration::SinkGradients(it) => {
                 let call = Call::small(it.after().unwrap_or(*kernel));
-                call.scene_of(backward_launch(it.batch, 3))
+                call.with_lse_gradient(it.lse_gradient).scene_of(backward_launch(it.batch, 3))
             }
             attention => Call::small(*attention).scene(),
         }

@@ -64,7 +64,7 @@ impl GradientsVerdict {
 /// let reference = reference::gradients(&problem, inputs, &gradient, &heads, None)?;
 /// let (output, lse) = reference::saved(&problem, inputs)?;
 /// let (output, output_gradient) = (output.view(), gradient.view());
-/// let backward = Backward { inputs, output, lse: &lse, output_gradient };
+/// let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
 /// let baseline = reference::gradients_baseline(&problem, backward, &heads, None)?;
 ///
 /// let zeros = Tensor::zeros(problem.dtype(), problem.key_shape())?;

@@ -87,11 +87,14 @@ fn of_sequences(
         let alone = sequences.alone(sequence);
         let tensors = sequences.gather(backward.inputs, sequence)?;
         let queries = sequences.queries();
-        let mut lse = vec![f32::NEG_INFINITY; alone.rows()];
-        for (row, lse) in lse.iter_mut().enumerate() {
-            let (head, query) = (row / alone.query_length, row % alone.query_length);
-            *lse = backward.lse[sequences.lse_index(query_shape, sequence, head, query)];
-        }
+        let of_rows = |numbers: &[f32]| -> Vec<f32> {
+            let number = |row| {
+                let (head, query) = (row / alone.query_length, row % alone.query_length);
+                numbers[sequences.lse_index(query_shape, sequence, head, query)]
+            };
+            (0..alone.rows()).map(number).collect()
+        };
+        let (lse, lse_gradient) = (of_rows(backward.lse), backward.lse_gradient.map(of_rows));
         let output = queries.gather(backward.output, sequence)?;
         let output_gradient = queries.gather(backward.output_gradient, sequence)?;
         let own = Backward {
@@ -103,6 +106,7 @@ fn of_sequences(
             output: output.view(),
             lse: &lse,
             output_gradient: output_gradient.view(),
+            lse_gradient: lse_gradient.as_deref(),
         };
         let mut gathered = Results::zeros(&alone)?;
         let unseen = Watch { progress: None, ..watch };

@@ -22,7 +22,7 @@ pub(super) struct RowNumbers<'a> {
     pub(super) rules: Rows<'a>,
     /// Log-sum-exp of each row.
     pub(super) lse: Vec<f32>,
-    /// delta = rowsum(dO * O) of each row.
+    /// delta = rowsum(dO * O) of each row, less the gradient of its log-sum-exp.
     pub(super) delta: Vec<f32>,
     /// Contribution of each row to the gradient of its head's sink.
     sinks: Vec<f64>,
@@ -62,21 +62,27 @@ impl<'a> RowNumbers<'a> {
                 problem.row_functions_with_slope(inputs.captured, here)
             });
             let row_rule = RowRule { functions, ..rule(problem, inputs, batch, head, query) };
-            let lse =
-                backward.lse[(batch * problem.query_heads + head) * problem.query_length + query];
-            // A row that saw no key has no gradients, whatever the tensors hold.
+            let row = (batch * problem.query_heads + head) * problem.query_length + query;
+            let lse = backward.lse[row];
+            let lse_gradient = backward.lse_gradient.map_or(0.0, |it| f64::from(it[row]));
+            let share = |sink: f32| (f64::from(sink) - f64::from(lse)).exp();
+            let share = row_rule.sink.map_or(0.0, share);
+            // A row that saw no key has no gradients, whatever the tensors hold, but that of its
+            // log-sum-exp, which is the sink.
             if lse == f32::NEG_INFINITY || row_rule.visible.is_empty() {
+                if lse > f32::NEG_INFINITY {
+                    numbers.sinks[lane] = share * lse_gradient;
+                }
                 rules.push(RowRule { visible: 0..0, ..row_rule });
                 continue;
             }
             backward.output.head(batch, head).read(query, &mut output);
             backward.output_gradient.head(batch, head).read(query, &mut gradient);
             let products = output.iter().zip(&gradient).map(|(o, g)| f64::from(*o) * f64::from(*g));
-            let delta: f64 = products.sum();
+            let delta = products.sum::<f64>() - lse_gradient;
             numbers.lse[lane] = lse;
             numbers.delta[lane] = delta as f32;
-            let share = |sink: f32| (f64::from(sink) - f64::from(lse)).exp();
-            numbers.sinks[lane] = -row_rule.sink.map_or(0.0, share) * delta;
+            numbers.sinks[lane] = -share * delta;
             rules.push(row_rule);
         }
         // Lanes without a row see nothing: zero times infinity or NaN would not be zero.

@@ -14,7 +14,7 @@ const GROUPS: [usize; 6] = [1, 2, 3, 5, 8, 16];
 /// The largest number of operations of a case of the long list: the reference is computed on a CPU.
 const OPERATIONS: f64 = 2e8;
 
-/// Returns the standard set, and 1 to 16 query heads for each key head.
+/// Returns the standard set, 1 to 16 query heads for each key head, and gradients of the log-sum-exps.
 ///
 /// ```
 /// use flashcore::{DType, Pass};
@@ -29,6 +29,11 @@ pub fn gradients(dtype: DType) -> Vec<Case> {
         for mask in [Mask::NONE, Mask::CAUSAL, Mask::window(Some(9), Some(2))] {
             cases.push(Case::new(problem.clone().with_dtype(dtype).with_mask(mask)));
         }
+    }
+    let of_lse =
+        Problem::new(2, 4, 70, 64).with_key_length(57).with_dtype(dtype).with_mask(Mask::CAUSAL);
+    for scores in [Scores::default(), Scores::EVERY_RULE] {
+        cases.push(Case::new(of_lse.clone().with_scores(scores).backward().with_lse_gradient()));
     }
     cases.into_iter().map(backward).collect()
 }
@@ -91,13 +96,17 @@ fn rules(problem: impl Fn([usize; 2], usize, usize) -> Problem) -> Vec<Case> {
         for mask in masks {
             for scores in scores {
                 let index = cases.len();
-                // The divisors 5 and 7 are coprime to the loop sizes, so that groups, contents and
-                // orders meet different masks and scores.
+                // The divisors 5, 7 and 11 are coprime to the loop sizes, so that groups, contents,
+                // orders and gradients of log-sum-exps meet different masks and scores.
                 let group = GROUPS[index / 5 % GROUPS.len()];
                 let heads = if group > 4 { 1 } else { 2 };
                 let problem = problem([heads * group, heads], queries, keys);
-                let case = Case::new(problem.with_mask(mask).with_scores(scores))
-                    .with_order(orders[index / 7 % orders.len()]);
+                let problem = problem.with_mask(mask).with_scores(scores);
+                let problem = match index % 11 {
+                    3 => problem.backward().with_lse_gradient(),
+                    _ => problem,
+                };
+                let case = Case::new(problem).with_order(orders[index / 7 % orders.len()]);
                 cases.push(match index % 5 {
                     4 => case.with_contents(Contents::FINITE[index / 5 % Contents::FINITE.len()]),
                     _ => case,

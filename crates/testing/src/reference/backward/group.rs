@@ -10,10 +10,10 @@ use rayon::prelude::*;
 
 use flashcore::function::Here;
 use flashcore::serving::Sequences;
-use flashcore::{Inputs, RowFunctions, TensorView};
+use flashcore::{Inputs, RowFunctions};
 
 use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
-use super::{HeadGradients, Noise, SMALLEST_ROUNDED, Saved};
+use super::{HeadGradients, Noise, ResultGradients, SMALLEST_ROUNDED, Saved};
 use crate::reference::rule::Rule;
 use crate::reference::widen;
 
@@ -39,6 +39,8 @@ struct Row<'a, T> {
     query: Vec<T>,
     /// The gradient dO of the row's output.
     gradient: Vec<T>,
+    /// The gradient dLSE of the row's log-sum-exp.
+    lse_gradient: T,
     rule: Rule,
     visible: Range<usize>,
     /// The problem's mask and score functions, bound to the row.
@@ -68,7 +70,7 @@ struct RowGradients<T> {
     query: Vec<T>,
     /// The contribution of the row to the gradient of its head's sink.
     sink: T,
-    /// |dO| times |O|.
+    /// |dO| times |O|, plus |dLSE|.
     size: f64,
     noise: Noise,
 }
@@ -124,7 +126,7 @@ impl<'a, T: Number> Group<'a, T> {
     pub(super) fn new(
         sequences: &Sequences,
         inputs: Inputs<'a>,
-        gradient: TensorView<'_>,
+        results: ResultGradients<'_>,
         saved: Option<Saved<'_>>,
         (sequence, kv_head): (usize, usize),
         rounding: Rounding,
@@ -148,15 +150,17 @@ impl<'a, T: Number> Group<'a, T> {
                 key_length: length as i32,
             };
             let (entry, position) = queries.locate(sequence, query);
-            let gradient = numbers(&gradient.head(entry, head).row(position));
+            let gradient = numbers(&results.output.head(entry, head).row(position));
+            let at = sequences.lse_index(results.output.shape(), sequence, head, query);
             let forward = saved.map(|Saved { output, lse }| Forward {
-                lse: lse[sequences.lse_index(output.shape(), sequence, head, query)].into(),
+                lse: lse[at].into(),
                 output: numbers(&output.head(entry, head).row(position)),
             });
             Row {
                 query: numbers(&inputs.query.head(entry, head).row(position)),
                 gradient_norm: norm(&gradient),
                 gradient,
+                lse_gradient: results.lse.map_or(0.0, |lse| lse[at]).into(),
                 visible: rule.visible(&problem.mask, length),
                 rule,
                 functions: problem.row_functions_with_slope(inputs.captured, here),
@@ -262,12 +266,18 @@ impl<'a, T: Number> Group<'a, T> {
             Some(saved) => Some(saved.clone()).filter(|it| it.lse.into() != f64::NEG_INFINITY),
             None => self.forward(row),
         };
+        let of_lse = row.lse_gradient.into().abs();
         let Some(Forward { lse, output }) = forward else {
+            // The log-sum-exp of a row that sees no key is its sink.
+            if row.sink.into() > f64::NEG_INFINITY {
+                done.sink = row.lse_gradient;
+                done.noise.sinks = of_lse;
+            }
             return done;
         };
         done.lse = Some(lse);
-        done.delta = dot(&row.gradient, &output);
-        done.size = row.gradient_norm * norm(&output);
+        done.delta = dot(&row.gradient, &output) - row.lse_gradient;
+        done.size = row.gradient_norm * norm(&output) + of_lse;
         let sink = (row.sink - lse).exp();
         done.sink = T::default() - sink * done.delta;
         let scale = T::nearest(row.rule.scale);

@@ -6,9 +6,11 @@
 //! ```text
 //! P     = exp(s - lse)                dV = P^T dO
 //! dP    = dO V^T                      dS = P * (dP - delta) * (1 - tanh^2 with a softcap)
-//! delta = rowsum(dO * O)              dQ = scale * dS K       dK = scale * dS^T Q
+//! delta = rowsum(dO * O) - dLSE       dQ = scale * dS K       dK = scale * dS^T Q
 //! dsink = - sum over rows of exp(sink - lse) * delta
 //! ```
+//!
+//! dLSE, the gradient of the log-sum-exp, is zero unless it is given.
 //!
 //! Neither reads masked keys. A row that sees no key, and a key that no row sees, have gradients of
 //! exactly zero. Key/value heads are independent of each other, so that a sample of them can be
@@ -19,7 +21,8 @@ mod number;
 
 use flashcore::serving::Sequences;
 use flashcore::{
-    Backward, DType, Error, InputError, Inputs, Problem, Progress, Tensor, TensorView,
+    Backward, DType, Error, InputError, Inputs, Problem, Progress, Shape, Tensor, TensorError,
+    TensorView,
 };
 
 use group::Group;
@@ -91,7 +94,7 @@ pub struct HeadGradients {
     pub value: Vec<f64>,
     /// The contribution of this sequence to the gradient of each query head's sink.
     pub sinks: Vec<f64>,
-    /// Delta, the row sums of dO * O, by query head of the group and query.
+    /// Delta, the row sums of dO * O less dLSE, by query head of the group and query.
     pub delta: Vec<f64>,
     /// The uncertainty of each gradient due to f32 sums.
     pub noise: Noise,
@@ -161,7 +164,38 @@ impl Gradients {
     }
 }
 
-/// Computes the gradients of `sum(output * output_gradient)` in f64, on the inputs as they are.
+/// The gradients of the results of a forward pass.
+#[derive(Debug, Clone, Copy)]
+pub struct ResultGradients<'a> {
+    /// The gradient of the output (dO).
+    pub output: TensorView<'a>,
+    /// The gradient of the log-sum-exps (dLSE), in their order, if they have one.
+    pub lse: Option<&'a [f32]>,
+}
+
+impl ResultGradients<'_> {
+    /// Returns a random gradient of the log-sum-exps of a problem that has one.
+    pub fn random_lse(problem: &Problem, seed: u64) -> Result<Option<Vec<f32>>, TensorError> {
+        let shape = Shape::new(1, problem.rows(), 1, 1);
+        let random = || Ok(Tensor::random(DType::F32, shape, seed ^ 0xd15e)?.to_f32());
+        problem.lse_gradient.then(random).transpose()
+    }
+}
+
+impl<'a> From<&'a Tensor> for ResultGradients<'a> {
+    fn from(output: &'a Tensor) -> Self {
+        output.view().into()
+    }
+}
+
+impl<'a> From<TensorView<'a>> for ResultGradients<'a> {
+    fn from(output: TensorView<'a>) -> Self {
+        ResultGradients { output, lse: None }
+    }
+}
+
+/// Computes the gradients of `sum(output * output_gradient)`, and of the same sum of the
+/// log-sum-exps if they have a gradient, in f64, on the inputs as they are.
 ///
 /// ```
 /// use flashcore_testing::reference::{self, Heads};
@@ -180,15 +214,15 @@ impl Gradients {
 pub fn gradients<'a>(
     problem: &Problem,
     inputs: Inputs<'a>,
-    output_gradient: impl Into<TensorView<'a>>,
+    results: impl Into<ResultGradients<'a>>,
     heads: &Heads,
     progress: Option<&dyn Progress>,
 ) -> Result<Gradients, Error> {
-    let output_gradient = output_gradient.into();
+    let results = results.into();
     let of_head = |sequences: &Sequences, head| {
-        Group::<f64>::new(sequences, inputs, output_gradient, None, head, Rounding::None)
+        Group::<f64>::new(sequences, inputs, results, None, head, Rounding::None)
     };
-    by_head(problem, inputs, output_gradient, heads, progress, of_head)
+    by_head(problem, inputs, results.output, heads, progress, of_head)
 }
 
 /// Computes the plain algorithm in the problem's precision from what the forward pass saved:
@@ -206,11 +240,12 @@ pub fn gradients_baseline(
     heads: &Heads,
     progress: Option<&dyn Progress>,
 ) -> Result<Gradients, Error> {
-    let Backward { inputs, output, lse, output_gradient } = backward;
+    let Backward { inputs, output, lse, output_gradient, lse_gradient } = backward;
     backward.validate(problem)?;
+    let results = ResultGradients { output: output_gradient, lse: lse_gradient };
     let (saved, rounding) = (Some(Saved { output, lse }), Rounding::To(problem.dtype()));
     let of_head = |sequences: &Sequences, head| {
-        Group::<f32>::new(sequences, inputs, output_gradient, saved, head, rounding)
+        Group::<f32>::new(sequences, inputs, results, saved, head, rounding)
     };
     by_head(problem, inputs, output_gradient, heads, progress, of_head)
 }

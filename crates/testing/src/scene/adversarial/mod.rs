@@ -50,7 +50,16 @@ impl Scene {
             Configuration::RowSums(it) if it.shares.is_some() => {
                 let before = it.before().unwrap_or(*kernel);
                 let shares = Call::for_shares(before, it.sums.query_block as usize);
+                let shares = shares.map(|call| call.with_lse_gradient(it.lse_gradient));
                 shares.map(|call| call.scene_of(backward_launch(it.batch, 0))).collect()
+            }
+            // Rows without keys, several sequences and heads.
+            Configuration::RowSums(it) if it.lse_gradient => {
+                let before = it.before().unwrap_or(*kernel);
+                let rows = it.sums.query_block as usize + 3;
+                let calls = [[rows, rows - 8], [1, 9]].map(|it| Call::new(before, 2, it, [4, 2]));
+                let calls = calls.map(|call| call.with_lse_gradient(true));
+                calls.map(|call| call.scene_of(backward_launch(it.batch, 0))).into_iter().collect()
             }
             // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
@@ -70,8 +79,9 @@ impl Scene {
                 let many = [(1, [70, 66]), (8, [66, 66]), (1, [1100, 60]), (3, [700, 40])];
                 let sizes = few.into_iter().chain(many);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
+                let calls = calls.map(|call| Call { hostile: !it.lse_gradient, ..call });
                 let launch = backward_launch(it.batch, 3);
-                calls.map(|call| Call { hostile: true, ..call }.scene_of(launch)).collect()
+                calls.map(|call| call.with_lse_gradient(it.lse_gradient).scene_of(launch)).collect()
             }
             _ => Ok(Vec::new()),
         };

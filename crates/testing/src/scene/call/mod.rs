@@ -157,6 +157,12 @@ impl Call {
         self
     }
 
+    /// Gives the log-sum-exps of a backward problem a gradient, or none.
+    pub fn with_lse_gradient(mut self, lse_gradient: bool) -> Self {
+        self.problem.lse_gradient = lse_gradient;
+        self
+    }
+
     /// Multiplies the queries by `outlier` and divides the softmax scale by it, so that scores do
     /// not change.
     pub fn with_outliers(mut self, outlier: f32) -> Self {
