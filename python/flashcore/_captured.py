@@ -23,9 +23,9 @@ def gradients(
     saved: tuple[Any, ...], scale: float | None, texts: tuple[str, str], captured: Any, wanted: Any
 ) -> list[Any]:
     """Returns the gradient of each captured tensor that is wanted, None for the others. ``saved``
-    holds dO, queries, keys, values, the output and the log-sum-exps; ``texts`` those of the mask
-    and of the score."""
-    dout, q, k, v, out, lse = saved
+    holds dO, queries, keys, values, the output, the log-sum-exps and their gradient or None;
+    ``texts`` those of the mask and of the score."""
+    dout, q, k, v, out, lse, dlse = saved
     batch, heads, queries, dim = q.shape
     key_heads, keys = k.shape[1:3]
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -58,6 +58,8 @@ def gradients(
                 seen = seen & mask.evaluate(at, leaves[:of_mask])
             weights = torch.where(seen, (scores.detach() - log_sum).exp(), 0.0)
             delta = (gradient * result).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta = torch.where(log_sum > -math.inf, delta - dlse[b, h, here, None], 0.0)
             change = weights * (gradient @ value.mT - delta)
             if scores.requires_grad:
                 found = torch.autograd.grad(scores, asked, change, allow_unused=True)

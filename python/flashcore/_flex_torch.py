@@ -23,7 +23,7 @@ _torch._library.define(
     tags=_torch._TAGS,
 )
 _torch._library.define(
-    "attention_with_rules_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "attention_with_rules_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
@@ -166,6 +166,7 @@ def _backward(
     v: Any,
     out: Any,
     lse: Any,
+    dlse: Any,
     scale: Any,
     mask: str,
     score: str,
@@ -180,7 +181,7 @@ def _backward(
     gradients = tuple(make(it) for it in (q, k, v))
     if not nothing:
         _flashcore.attend_backward(
-            (q, k, v), (scale, *_NUMBERS), function, (out, lse, dout), gradients, deterministic, rules
+            (q, k, v), (scale, *_NUMBERS), function, (out, lse, dout, dlse), gradients, deterministic, rules
         )
     return gradients
 
@@ -199,20 +200,21 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
-    if dlse is not None:
-        raise NotImplementedError("the log-sum-exp has a gradient, expected one of the output alone")
     q, k, v, out, lse, *captured = ctx.saved_tensors
     # As the arguments are: captured tensors are a list.
     gradients: Any = (None, None, None)
     of_captured: list[Any] = [None] * len(captured)
     wanted = list(ctx.needs_input_grad[6])
     scale, mask, score, function, blocks, deterministic = ctx.call
-    if dout is not None and any(ctx.needs_input_grad[:3]):
-        gradients = operators.attention_with_rules_backward(
-            dout, q, k, v, out, lse, scale, mask, score, captured, function, blocks, deterministic
-        )
-    if dout is not None and any(wanted):
-        of_captured = _captured.gradients((dout, q, k, v, out, lse), scale, (mask, score), captured, wanted)
+    if dout is not None or dlse is not None:
+        dout = torch.zeros_like(out) if dout is None else dout
+        if any(ctx.needs_input_grad[:3]):
+            gradients = operators.attention_with_rules_backward(
+                dout, q, k, v, out, lse, dlse, scale, mask, score, captured, function, blocks, deterministic
+            )
+        if any(wanted):
+            saved = (dout, q, k, v, out, lse, dlse)
+            of_captured = _captured.gradients(saved, scale, (mask, score), captured, wanted)
     return *gradients, None, None, None, of_captured, None, None, None
 
 

@@ -93,10 +93,8 @@ def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
 
 
 def backward(
-    dout: Any,
+    saved: tuple[Any, Any, Any, Any],
     tensors: tuple[Any, ...],
-    out: Any,
-    lse: Any,
     lists: Any,
     numbers: tuple[Any, ...],
     function: str,
@@ -104,11 +102,11 @@ def backward(
     needed: Any,
 ) -> list[Any]:
     """Computes the gradients of q, k, v, packed as these were given, and of sinks; None for those
-    not needed."""
+    not needed. ``saved`` is as for :func:`run`."""
     separate = parts(*tensors)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     into = (*parts(*gradients[:3]), gradients[3])
-    run((*separate, *lists), numbers, function, (out, lse, dout), into, deterministic)
+    run((*separate, *lists), numbers, function, saved, into, deterministic)
     return [it if need else None for it, need in zip(gradients, needed)]
 
 
@@ -116,11 +114,12 @@ def run(
     tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
     function: str,
-    saved: tuple[Any, Any, Any],
+    saved: tuple[Any, ...],
     gradients: tuple[Any, ...],
     deterministic: bool,
 ) -> None:
-    """Writes the gradients; they are zero if q, k or v is empty."""
+    """Writes the gradients; they are zero if q, k or v is empty. ``saved`` holds the output, the log-sum-exps, and
+    the gradients of both, of which the last may be missing or None."""
     if not _flashcore.attend_backward(tensors, numbers, function, saved, gradients, deterministic):
         for gradient in gradients:
             if gradient is not None:
@@ -128,8 +127,7 @@ def run(
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention recorded by autograd: returns the output, and if asked the log-sum-exps, which have
-    no gradient.
+    """Attention recorded by autograd: returns the output, and if asked the log-sum-exps.
 
     Every line here is paid for at each step. A plain call, three tensors and no lists, has lines of its
     own.
@@ -149,38 +147,34 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
             ctx.save_for_backward(q, k, v, out, lse, *lists)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        if not with_lse:
-            return out
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         q_needed, k_needed, v_needed, _, sinks_needed, _ = ctx.needs_input_grad
-        if dout is None:
+        if dout is None and dlse is None:
             return NONE[:6]
         _, numbers, function, deterministic, _ = ctx.call
         # If the backward pass is itself recorded, the operator is called, which refuses second
         # derivatives.
-        direct = not torch.is_grad_enabled() and are_ordinary((dout,))
+        direct = not torch.is_grad_enabled() and are_ordinary((dout, dlse))
         needed = (q_needed, k_needed, v_needed, sinks_needed)
         if not any(needed):
             return NONE[:6]
         q, k, v, out, lse, *lists = ctx.saved_tensors
+        saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
         if plain and not _hides_keys(q, k, numbers[1], function):
             tensors = (q, k, v)
             into = (*_flashcore.empty_like(tensors), None)
-            run(tensors, numbers, function, (out, lse, dout), into, deterministic)
+            run(tensors, numbers, function, saved, into, deterministic)
             return (*into, None, None)
         lists = lists or NONE
         if direct:
-            dq, dk, dv, ds = backward(
-                dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed
-            )
+            dq, dk, dv, ds = backward(saved, (q, k, v), lists, numbers, function, deterministic, needed)
         else:
             call = (*flat(numbers), *lists, *NONE[len(lists) :], function, deterministic)
-            dq, dk, dv, ds = _by_operator(dout, (q, k, v, out, lse), call, needed)
+            dq, dk, dv, ds = _by_operator(saved, (q, k, v), call, needed)
         return dq, dk, dv, None, ds, None
 
 
@@ -208,21 +202,27 @@ record: Any = super(torch.autograd.Function, Attention).apply
 unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 
-def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:
+def _by_operator(saved: tuple[Any, ...], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
     """Computes gradients by the operator ``attention_backward``; None for those not needed."""
-    found = iter(operators.attention_backward(dout, *saved, *call, list(needed)))
+    out, lse, dout, dlse = saved
+    found = iter(operators.attention_backward(dout, *tensors, out, lse, dlse, *call, list(needed)))
     return [next(found) if need else None for need in needed]
 
 
-def run_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any) -> list[Any]:
+def run_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any
+) -> list[Any]:
     """Implements the operator ``attention_backward``: returns the needed gradients."""
     numbers, lists = nested(others[:NUMBERS]), others[NUMBERS : NUMBERS + LISTS]
     function, deterministic, needed = others[NUMBERS + LISTS :]
-    found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)
+    saved = (out, lse, dout, dlse)
+    found = backward(saved, (q, k, v), lists, numbers, function, deterministic, needed)
     return _chosen(found, needed)
 
 
-def fake_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any) -> list[Any]:
+def fake_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any
+) -> list[Any]:
     """Implements ``attention_backward`` for tensors without memory."""
     lists = others[NUMBERS : NUMBERS + LISTS]
     function, _, needed = others[NUMBERS + LISTS :]
@@ -246,24 +246,23 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     out, lse = output if isinstance(output, tuple) else (output, None)
     ctx.save_for_backward(q, k, v, out, lse, *lists)
     ctx.set_materialize_grads(False)
-    if lse is not None:
-        ctx.mark_non_differentiable(lse)
 
 
-def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
+def differentiate(ctx: Any, dout: Any, dlse: Any = None) -> Any:
     """Differentiates the operators by the operator ``attention_backward``."""
     needs = ctx.needs_input_grad
     answer = [None] * len(needs)
     sinks = 3 + NUMBERS + SINKS
     needed = [*needs[:3], len(needs) > sinks and needs[sinks]]
-    if dout is None or not any(needed):
+    if (dout is None and dlse is None) or not any(needed):
         return tuple(answer)
     q, k, v, out, lse, *lists = ctx.saved_tensors
     call = (*ctx.numbers, *lists, *ctx.rest)
     if lse is None:
         # The operator without log-sum-exps was called, so none were saved.
         _, lse = operators.attention_with_lse.all(q, k, v, *call)
-    gradients = _by_operator(dout, (q, k, v, out, lse), call, needed)
+    saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    gradients = _by_operator(saved, (q, k, v), call, needed)
     answer[:3] = gradients[:3]
     if len(needs) > sinks:
         answer[sinks] = gradients[3]

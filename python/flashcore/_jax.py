@@ -46,8 +46,7 @@ class _Call(NamedTuple):
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: bool
 ) -> Any:
-    """Computes attention; returns the output, or output and log-sum-exps, which have no
-    gradient."""
+    """Computes attention; returns the output, or output and log-sum-exps."""
     if len(tensors) > _OUT and tensors[_OUT] is not None:
         raise NotImplementedError("out was given inside of a transformation of JAX's, expected None")
     places = tuple(at for at, tensor in enumerate(tensors) if tensor is not None)
@@ -67,7 +66,7 @@ def attend(
     if (specs := explicit(names[0], arrays[0], answers)) is not None:
         run = jax.sharding.auto_axes(run, out_sharding=tuple(specs))
     result = run(*arrays)
-    return (result[0], jax.lax.stop_gradient(result[1])) if lse else result[0]
+    return tuple(result) if lse else result[0]
 
 
 def _attribute(value: Any) -> Any:
@@ -94,8 +93,12 @@ def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
     wanted = _differentiated(call)
     if any(given[at].size == 0 for at in (0, 1, 2)):
         found: Any = [jnp.zeros_like(given[at]) for at in wanted]
+        if call.lse and _SINKS in call.places:
+            # The log-sum-exp of a row without keys is its sink.
+            of_sums = cotangents[1]
+            found[-1] = of_sums.sum([at for at in range(of_sums.ndim) if at != of_sums.ndim - 2])
     else:
-        found = _once(call, _BACKWARD, *arrays, out, sums, cotangents[0])
+        found = _once(call, _BACKWARD, *arrays, out, sums, *cotangents)
     gradients = dict(zip(wanted, found))
     return tuple(gradients.get(at) for at in call.places)
 
@@ -162,7 +165,7 @@ def _launch(call: _Call, target: str, *arrays: Any) -> Any:
         dtypes = [call.dtype, "float32"]
     else:
         dtypes = [arrays[call.places.index(at)].dtype for at in _differentiated(call)]
-        more = {"deterministic": call.deterministic}
+        more = {"deterministic": call.deterministic, "lse_gradient": call.lse}
         if _is_partial(call, *arrays[:2]):
             # What the kernels do not write is zero.
             aliases = {len(inputs) + at: at for at in range(len(shapes))}
@@ -210,7 +213,7 @@ def _dimensions(call: _Call, target: str, shapes: list[tuple[int, ...]]) -> tupl
         answers = [out, sums] if call.lse else [out]
     else:
         answers = [names[call.places.index(at)] for at in _differentiated(call)]
-        names += [out, sums, out]
+        names += [out, sums, out, *([sums] if call.lse else [])]
     outer = tuple(f"{OUTER}{at}" for at in range(len(shapes[0]) - len(query)))
     unnamed = (f"list{at}" for at in itertools.count())
     names = [(*outer, *(name or next(unnamed) for name in its)) for its in names]

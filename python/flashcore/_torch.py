@@ -49,9 +49,11 @@ _ALL = f"(Tensor q, Tensor? k, Tensor? v, {_CALL})"
 for _overload, _arguments in (("", _FEW), (".all", _ALL)):
     _library.define(f"attention{_overload}{_arguments} -> Tensor", tags=_TAGS)
     _library.define(f"attention_with_lse{_overload}{_arguments} -> (Tensor, Tensor)", tags=_TAGS)
-# The gradients of q, k, v and s_aux that are needed.
+# The gradients of q, k, v and s_aux that are needed. PyTorch keeps compiled graphs on disk, and finds those of the
+# backward pass by the operators of the forward pass: once released, an operator for gradients that takes other
+# arguments needs new names for both.
 _library.define(
-    "attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, "
+    "attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse, "
     f"{_CALL}, bool[] needed) -> Tensor[]",
     tags=_TAGS,
 )
@@ -205,7 +207,7 @@ for _overload, _tensors in (
     (_gradients.operators.attention.all, 3),
     (_gradients.operators.attention_with_lse.default, 3),
     (_gradients.operators.attention_with_lse.all, 3),
-    (_gradients.operators.attention_backward.default, 6),
+    (_gradients.operators.attention_backward.default, 7),
 ):
     _derivative = _gradients.differentiate if _tensors == 3 else _gradients.refuse_second
     _remember = _gradients.remember if _tensors == 3 else None

@@ -3,12 +3,18 @@
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 # Nothing here is on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# PyTorch keeps compiled graphs, and finds them by the operators of the forward pass alone: those of another version
+# of the package would be taken for this one's.
+COMPILED = tempfile.TemporaryDirectory(prefix="flashcore-compiled-")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", COMPILED.name)
 
 # Tensors are small here: PyTorch's threads would spin for each other three times as long as they compute.
 # FlashCore has threads of its own.

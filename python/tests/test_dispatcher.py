@@ -288,7 +288,7 @@ def test_tensors_of_calls_that_are_refused_are_given_back(change, expected):
     try:
         for operator, given in (
             (ours.attention.all, (q, q, q, *rest)),
-            (ours.attention_backward.default, (q, q, q, q, q, torch.zeros(1, 2, 5), *rest, [True] * 4)),
+            (ours.attention_backward.default, (q, q, q, q, q, torch.zeros(1, 2, 5), None, *rest, [True] * 4)),
         ):
             counts = [tensor._use_count() for tensor in (q, slopes)]
             for _ in range(3):
@@ -416,9 +416,10 @@ def test_gradients_of_our_operators(case, needed):
         out, lse = ours.attention_with_lse.all(*arguments)
     dout = torch.ones(()).expand(out.shape) if case == "all" else torch.randn_like(out)
     dout = dout[:1] if case == "shape" else dout
+    dlse = torch.randn(lse.mT.shape).mT if case in ("all", "ragged", "hidden") else None
 
     def gradients():
-        return ours.attention_backward(dout, *arguments[:3], out, lse, *arguments[3:], needed)
+        return ours.attention_backward(dout, *arguments[:3], out, lse, dlse, *arguments[3:], needed)
 
     expected = answer(gradients)
     assert len(expected) == (2 if case in ("cap", "shape") else sum(needed))

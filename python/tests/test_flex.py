@@ -732,7 +732,7 @@ def scores_of(device):
 @pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("most", [1 << 24, 5 * KEYS])
 def test_captured_tensors_have_gradients(device, which, most, monkeypatch):
-    """All scores at once, and five rows at a time."""
+    """All scores at once, and five rows at a time; of the output and of the log-sum-exps."""
     monkeypatch.setattr(flashcore._captured, "MOST_SCORES", most)
     leaves, mask, score = scores_of(device)[which]
     given = tensors(device, key_heads=2)
@@ -741,15 +741,16 @@ def test_captured_tensors_have_gradients(device, which, most, monkeypatch):
         leaf.requires_grad_()
     block_mask = None if mask is None else create_block_mask(mask, None, None, QUERIES, KEYS)
     mine = [x.clone().requires_grad_() for x in given]
-    out = flex_attention(*mine, score, block_mask, enable_gqa=True)
-    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
-    found = torch.autograd.grad(out, (*mine, *leaves), gradient)
+    results = flex_attention(*mine, score, block_mask, enable_gqa=True, return_lse=True)
+    generator = torch.Generator().manual_seed(8)
+    directions = [torch.randn(it.shape, generator=generator).to(it) for it in results]
+    found = torch.autograd.grad(results, (*mine, *leaves), directions)
     # Elements that are outside of a tensor are not there for PyTorch.
     if which == 2:
         short = leaves[1]
         padded = torch.nn.functional.pad(short, (0, 7))
         score = lambda s, b, h, i, j: s + leaves[0][h, i, j] - padded[h, j]
-    truth = torch.autograd.grad(expected(*exact, mask, score)[0], (*exact, *leaves), gradient.double())
+    truth = torch.autograd.grad(expected(*exact, mask, score), (*exact, *leaves), [it.double() for it in directions])
     assert [x.dtype for x in found] == [x.dtype for x in (*given, *leaves)]
     scale = max(1.0, *(x.abs().max().item() for x in truth))
     lower = any(leaf.dtype == torch.bfloat16 for leaf in leaves)
@@ -760,6 +761,10 @@ def test_captured_tensors_alone_have_gradients():
     """Queries, keys and values need none; a mask that is added is such a tensor too."""
     q, k, v = tensors("cpu")
     bias = torch.zeros(KEYS, requires_grad=True)
+    _, lse = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j], return_lse=True)
+    lse.sum().backward()
+    torch.testing.assert_close(bias.grad.sum(), torch.tensor(float(lse.numel())))  # each row's weights
+    bias.grad = None
     flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).sum().backward()
     through, bias.grad = bias.grad, None
     scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum().backward()

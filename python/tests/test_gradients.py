@@ -101,6 +101,15 @@ class Case:
         """The output, as rows of all sequences."""
         q, k, v, *_ = leaves or self.leaves
         rules = dict(self.rules, deterministic=self.deterministic)
+        return self._apply(q, k, v, rules).flatten(0, -3)
+
+    def call_with_lse(self):
+        """The output, and the log-sum-exps, (heads, rows)."""
+        output, lse, *_ = self._apply(*self.leaves[:3], dict(self.rules, return_attn_probs=True))
+        return output.flatten(0, -3), lse if lse.dim() == 2 else lse.transpose(0, 1).flatten(1)
+
+    def _apply(self, q, k, v, rules):
+        """What the function returns."""
         function = FUNCTIONS[self.function]
         if self.function == "flash_attn_varlen_func":
             q, k, v = (self._rows(x) for x in (q, k, v))
@@ -113,12 +122,12 @@ class Case:
             out = function(
                 *heads_first, is_causal=causal, scale=scale, enable_gqa=True, deterministic=self.deterministic
             )
-            return out.transpose(1, 2).flatten(0, 1)
+            return out.transpose(1, 2)
         packed = {
             "flash_attn_qkvpacked_func": lambda: (torch.stack([q, k, v], 2),),
             "flash_attn_kvpacked_func": lambda: (q, torch.stack([k, v], 2)),
         }
-        return function(*packed.get(self.function, lambda: (q, k, v))(), **rules).flatten(0, 1)
+        return function(*packed.get(self.function, lambda: (q, k, v))(), **rules)
 
     def plain(self, leaves, dtype):
         """The same by the plain algorithm in a precision, and the log-sum-exps of each sequence."""
@@ -136,11 +145,12 @@ class Case:
             mine, theirs = mine + n, theirs + m
         return torch.cat(outputs), torch.cat(sums, 1)
 
-    def gradients(self, dout, precision=None):
-        """Of all leaves: ours, or the plain algorithm's in a precision."""
+    def gradients(self, dout, precision=None, dlse=None):
+        """Of all leaves, by the plain algorithm in a precision."""
         leaves = [x.detach().to(precision or x.dtype).requires_grad_() for x in self.leaves]
-        output, _ = self.plain(leaves, precision)
-        return torch.autograd.grad(output, leaves, dout.to(output.dtype))
+        results = self.plain(leaves, precision)
+        given = [dout] if dlse is None else [dout, dlse]
+        return torch.autograd.grad(results[: len(given)], leaves, [x.to(y.dtype) for x, y in zip(given, results)])
 
     def ours(self, dout=None):
         """The gradient of the output, random where none is given, and those of all leaves."""
@@ -153,9 +163,21 @@ class Case:
             unserved(error)
 
     def check(self, dout=None):
-        dout, found = self.ours(dout)
-        exact = self.gradients(dout, torch.float64)
-        rough = self.gradients(dout)
+        return self.judge(*self.ours(dout))
+
+    def check_with_lse(self):
+        """Of a sum over the output and the log-sum-exps."""
+        results = self.call_with_lse()
+        given = [random(*x.shape, device=self.device, dtype=x.dtype, seed=9 + at) for at, x in enumerate(results)]
+        try:
+            found = torch.autograd.grad(results, self.leaves, given)
+        except NotImplementedError as error:
+            unserved(error)
+        return self.judge(given[0], found, given[1])
+
+    def judge(self, dout, found, dlse=None):
+        exact = self.gradients(dout, torch.float64, dlse)
+        rough = self.gradients(dout, None, dlse)
         for name, leaf, *four in zip(("q", "k", "v", "sinks"), self.leaves, found, exact, rough, self.saved_noise(dout)):
             assert_close(name, leaf, *four)
         return found
@@ -418,16 +440,50 @@ def test_packed_gradients_are_written_into_one_tensor(device, monkeypatch):
 
 
 @every_device
-def test_log_sum_exps_have_no_gradient(device):
+@pytest.mark.parametrize("rules", [{}, *MASKS[1:3], *SCORES[1:]], ids=str)
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "scaled_dot_product_attention"])
+def test_gradients_of_log_sum_exps(function, rules, device):
+    """Also where rows see no key: without sinks theirs are minus infinity, whatever the inputs are."""
+    if not MISSING.get(function, set()).isdisjoint(rules):
+        pytest.skip("the function has no such argument")
+    queries, keys = ((3, 0, 70, 1, 40), (9, 4, 50, 0, 97)) if function == "flash_attn_varlen_func" else ((70, 70), (57, 57))
+    Case(function, device, torch.bfloat16, queries, keys, dim=64, rules=rules).check_with_lse()
+
+
+@every_device
+def test_log_sum_exps_alone_have_gradients(device):
     q, k, v = (random(1, 20, 2, 64, device=device, seed=seed).requires_grad_() for seed in range(3))
-    output, lse, nothing = flash_attn_func(q, k, v, return_attn_probs=True)
-    assert output.requires_grad and not lse.requires_grad and nothing is None
-    expected = torch.autograd.grad(flash_attn_func(q, k, v).float().sum(), (q, k, v))
-    found = torch.autograd.grad(output.float().sum() + lse.sum(), (q, k, v))
-    assert device == "cuda" or all(torch.equal(*pair) for pair in zip(found, expected))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8
+    exact = scores.logsumexp(-1)
+    expected = torch.autograd.grad(exact.square().sum(), (q, k), retain_graph=True)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    output, lse, _ = compiled(q, k, v, return_attn_probs=True)
-    assert output.requires_grad and not lse.requires_grad
+    for call in (flash_attn_func, compiled):
+        output, lse, nothing = call(q, k, v, return_attn_probs=True)
+        assert output.requires_grad and lse.requires_grad and nothing is None
+        *found, of_values = torch.autograd.grad(lse.square().sum(), (q, k, v))
+        assert not of_values.any()
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    # Their gradient may have any strides.
+    (found,) = torch.autograd.grad(flash_attn_func(q, k, v, return_attn_probs=True)[1].mT.sum(), q)
+    (expected,) = torch.autograd.grad(exact.sum(), q)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@every_device
+def test_log_sum_exps_of_rows_without_keys(device):
+    """They are the sinks, and have their gradient."""
+    sinks = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
+    q, k, v = (random(1, 6, 2, 64, device=device, seed=seed) for seed in range(3))
+    call = lambda keys: flash_attn_func(q, k[:, :keys], v[:, :keys], causal=True, s_aux=sinks, return_attn_probs=True)
+    hidden = call(2)[1][..., :4]
+    assert torch.equal(hidden, sinks.detach()[None, :, None].expand_as(hidden))
+    (found,) = torch.autograd.grad(hidden.sum(), sinks)
+    assert torch.equal(found, torch.full_like(sinks, 4.0))
+    with pytest.raises(NotImplementedError, match="s_aux has no gradient by way of log-sum-exps where there are no keys"):
+        call(0)[1].sum().backward()
+    call(0)[0].sum().backward()
+    assert not sinks.grad.any()
 
 
 @every_device
@@ -763,10 +819,11 @@ def test_the_operators_keep_pytorchs_rules(device):
             output, lse = operators.attention_with_lse.all(*tensors, *call)
         given = [None if x is None else x.detach() for x in tensors]
         needed = [True, tensors[1] is not None, tensors[2] is not None, rest is not None]
-        arguments = (torch.ones_like(output), *given, output, lse, *call)
-        torch.library.opcheck(operators.attention_backward.default, (*arguments, needed))
-        found = operators.attention_backward(*arguments, [False] * 3 + [rest is not None])
-        assert len(found) == (rest is not None)
+        for dlse in (None, torch.ones_like(lse)):
+            arguments = (torch.ones_like(output), *given, output, lse, dlse, *call)
+            torch.library.opcheck(operators.attention_backward.default, (*arguments, needed))
+            found = operators.attention_backward(*arguments, [False] * 3 + [rest is not None])
+            assert len(found) == (rest is not None)
 
 
 @every_device
@@ -872,12 +929,14 @@ def test_a_learned_scale_is_refused(device):
         (4, lambda x: x[:, :1], ValueError, "out has .* expected .* to go with q"),
         (5, lambda x: x[..., :3], ValueError, r"softmax_lse has shape \[1, 2, 3\], expected \[1, 2, 16\]"),
         (5, lambda x: x.half(), TypeError, "softmax_lse has element type f16, expected float32"),
+        (6, lambda x: x[..., :3], ValueError, r"dlse has shape \[1, 2, 3\], expected \[1, 2, 16\]"),
+        (6, lambda x: x.half(), TypeError, "dlse has element type f16, expected float32"),
     ],
 )
 def test_wrong_use_of_the_backward_operator_is_named(at, change, error, words):
     q, k, v = (random(1, 16, 2, 64, device="cpu", seed=seed) for seed in range(3))
     output, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    arguments = [torch.ones_like(output), q, k, v, output, lse]
+    arguments = [torch.ones_like(output), q, k, v, output, lse, lse]
     arguments[at] = change(arguments[at])
     call = (None, False, -1, -1, 0, 0.0, None, None, *(None,) * 12, "flash_attn_func", False, [True] * 3 + [False])
     with pytest.raises(error, match=words):

@@ -88,6 +88,9 @@ def test_jit_and_grad(case):
     close(found, value_and_gradients(lambda *x: reference(*x, **theirs)[0], arrays[:3], weights))
     out, lse, _ = jax.jit(lambda *x: flash_attn_func(*x, **ours, return_attn_probs=True))(q, k, v)
     close((out, lse), jax.jit(lambda *x: reference(*x, **theirs))(q, k, v))
+    both = lambda found: jnp.concatenate((found[0].swapaxes(1, 2), found[1][..., None]), -1)  # noqa: E731
+    found = value_and_gradients(lambda *x: both(flash_attn_func(*x, **ours, return_attn_probs=True)), arrays[:3])
+    close(found, value_and_gradients(lambda *x: both(reference(*x, **theirs)), arrays[:3]))
     # As arrays in memory have it.
     assert (out == flash_attn_func(q, k, v, **ours)).all()
 
@@ -109,6 +112,19 @@ def test_vmap_twice_and_over_sinks():
     arrays = (q[0, :2], k[0, :2], v[0, :2], sinks)
     ours = jax.vmap(lambda *x: flash_attn_func(*x[:3], s_aux=x[3]))
     theirs = jax.vmap(lambda *x: reference(*x[:3], sinks=x[3])[0])
+    close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
+
+
+def test_log_sum_exps_have_gradients():
+    """Mapped, of rows without keys, which have the sinks, and where there are no keys at all."""
+    q, k, v, sinks = random((3, 2, 5, 2, 8), (3, 2, 3, 2, 8), (3, 2, 3, 2, 8), (2,))
+    ours = lambda *x: flash_attn_func(*x[:3], causal=True, s_aux=x[3], return_attn_probs=True)[1]  # noqa: E731
+    theirs = lambda *x: reference(*x[:3], causal=True, sinks=x[3])[1]  # noqa: E731
+    for axes, arrays in (((0, 0, 0, None), (q, k, v, sinks)), ((0,) * 3, (q, k, v))):
+        rest = (sinks,)[len(arrays) - 3 :]
+        found = value_and_gradients(jax.vmap(lambda *x: ours(*x, *rest), axes), arrays)
+        close(found, value_and_gradients(jax.vmap(lambda *x: theirs(*x, *rest), axes), arrays))
+    arrays = (q[0], k[0, :, :0], v[0, :, :0], sinks)
     close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
 
 

@@ -66,8 +66,9 @@ def plain(
             v = v.new_zeros(q.shape[0], 1, v.shape[2])
     # Rows that see nothing have neither weights nor gradients.
     unseen = scores.isneginf().all(-1, keepdim=True)
-    weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
-    return (weights @ v).transpose(0, 1), scores.logsumexp(-1)
+    scores = scores.masked_fill(unseen, 0.0)
+    weights, sums = scores.softmax(-1).masked_fill(unseen, 0.0), scores.logsumexp(-1)
+    return (weights @ v).transpose(0, 1), sums.masked_fill(unseen[..., 0], -math.inf)
 
 
 def check(output, lse, q, k, v, **rules):

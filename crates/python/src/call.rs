@@ -216,8 +216,7 @@ pub(crate) fn attend_backward(
         return Err(error::runtime("gradients are those of PyTorch's tensors"));
     };
     let call = Backward::read(&library, function, numbers, given)?;
-    let Request { query, key, value, .. } = &call.request;
-    if [query, key, value].iter().any(|view| view.form.sizes.contains(&0)) {
+    if call.is_zero()? {
         return Ok(false);
     }
     let problem = call.problem(deterministic)?;
@@ -280,7 +279,7 @@ pub(crate) fn plan_for(
     if backward {
         problem = problem.backward();
         let Tensors { query, key, value, output, sinks, .. } = tensors;
-        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks, lse: None });
     }
     let (arrangement, chip) = (tensors.arrangement(), self::chip(chip)?);
     let preference = Preference::from_environment(problem.pass);

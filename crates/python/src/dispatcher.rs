@@ -184,6 +184,7 @@ unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64
             output: view("out", &output)?,
             lse,
             output_gradient: view("dout", &output_gradient)?,
+            lse_gradient: None,
             gradients: [view("dq", &dq)?, view("dk", &dk)?, view("dv", &dv)?],
             sinks: None,
             request,
@@ -212,8 +213,7 @@ fn run_backward<'a>(
     deterministic: bool,
     gradients: impl IntoIterator<Item = &'a Tensor>,
 ) -> PyResult<()> {
-    let Request { query, key, value, .. } = &call.request;
-    match [query, key, value].iter().any(|view| view.form.sizes.contains(&0)) {
+    match call.is_zero()? {
         true => gradients.into_iter().try_for_each(|gradient| gradient.clear("gradients")),
         false => launch::differentiate(call, deterministic, |ordinal| torch.stream(ordinal)),
     }
@@ -326,15 +326,16 @@ unsafe extern "C" fn answer_attention_with_lse_all(
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::all(given)?.both(torch)) }
 }
 
-/// `(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse`, the
+/// `(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse`, the
 /// [rest](Ours::rest), `bool[] needed) -> Tensor[]`
 unsafe extern "C" fn answer_attention_backward(slots: *mut u64, arguments: u64) -> *const Failed {
     let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 1]> {
         let dout = given.tensor()?;
         let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
-        let (out, lse) = (given.tensor()?, given.tensor()?);
+        let results = [given.tensor()?, given.tensor()?];
+        let dlse = given.optional_tensor()?;
         let (call, needed) = (Ours::rest(first, given), given.flags());
-        let gradients = call?.differentiate(torch, [&dout, &out, &lse], &needed?)?;
+        let gradients = call?.differentiate(torch, results, (dout, dlse), &needed?)?;
         Ok([torch.list(gradients)?])
     };
     // SAFETY: as above.
@@ -438,12 +439,13 @@ impl Ours {
         })
     }
 
-    /// Computes gradients of queries, keys, values and sinks from dO, O and the log-sum-exps, and
-    /// returns those that are `needed`.
+    /// Computes gradients of queries, keys, values and sinks from O, the log-sum-exps and their
+    /// gradients, and returns those that are `needed`.
     fn differentiate(
         self,
         torch: &'static Stable,
-        [dout, out, lse]: [&Tensor; 3],
+        [out, lse]: [Tensor; 2],
+        (dout, dlse): (Tensor, Option<Tensor>),
         needed: &[bool],
     ) -> PyResult<Vec<Tensor>> {
         let function = self.called.function;
@@ -459,10 +461,12 @@ impl Ours {
             let (tensor, part) = row(&first, at, name)?;
             function.order(packed).view(name, &of(tensor.read(name)?, part))
         };
+        let sums = |tensor: &Tensor, name| copies.read(tensor, name, Memory::is_contiguous);
         let call = Backward {
-            output: saved(out, "out")?,
-            lse: copies.read(lse, "softmax_lse", Memory::is_contiguous)?,
-            output_gradient: saved(dout, "dout")?,
+            output: saved(&out, "out")?,
+            lse: sums(&lse, "softmax_lse")?,
+            output_gradient: saved(&dout, "dout")?,
+            lse_gradient: dlse.as_ref().map(|dlse| sums(dlse, "dlse")).transpose()?,
             gradients: [
                 gradient(0, "dq", queries)?,
                 gradient(1, "dk", keys)?,

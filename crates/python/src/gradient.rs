@@ -2,7 +2,7 @@
 
 use flashcore::gpu::{Gradients, Tensors};
 use flashcore::{DType, Descales, Problem};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -12,13 +12,14 @@ use crate::request::{Function, Request, TENSORS, address, named, needed};
 use crate::rules::Rules;
 use crate::view::{Element, Memory, View};
 
-/// Names of the tensors that the forward call saved, and of dO.
-const SAVED: [&str; 3] = ["out", "softmax_lse", "dout"];
+/// Names of the tensors that the forward call saved, and of their gradients; the last is None where
+/// the log-sum-exps have none.
+const SAVED: [&str; 4] = ["out", "softmax_lse", "dout", "dlse"];
 /// Names of the tensors that gradients are written to.
 const GRADIENTS: [&str; 4] = ["dq", "dk", "dv", "ds_aux"];
 
-/// The tensors of a backward call: those of the forward call, its saved results with dO, and the
-/// tensors that gradients are written to.
+/// The tensors of a backward call: those of the forward call, its saved results with their
+/// gradients, and the tensors that gradients are written to.
 pub(crate) struct Given<'py> {
     pub(crate) forward: [Named<'py>; TENSORS],
     saved: [Named<'py>; SAVED.len()],
@@ -51,6 +52,8 @@ pub(crate) struct Backward {
     /// The log-sum-exps, contiguous.
     pub(crate) lse: Memory,
     pub(crate) output_gradient: View,
+    /// The gradient of the log-sum-exps, if they have one, contiguous.
+    pub(crate) lse_gradient: Option<Memory>,
     /// The tensors that dQ, dK and dV are written to.
     pub(crate) gradients: [View; 3],
     /// The tensor that the gradient of the sinks is written to; present if there are sinks.
@@ -80,13 +83,14 @@ impl Backward {
             function.order(packed).view(it.0, &memory)
         };
         let (queries, keys) = (request.query_starts.is_some(), request.key_starts.is_some());
-        let [output, lse, output_gradient] = &given.saved;
+        let [output, lse, output_gradient, lse_gradient] = &given.saved;
         let [query, key, value, sinks] = &given.gradients;
         let whole = |it: &Named<'py>| library.read_whole(needed(it)?, it.0);
         let call = Backward {
             output: rows(output, queries, true)?,
             lse: whole(lse)?,
             output_gradient: rows(output_gradient, queries, true)?,
+            lse_gradient: lse_gradient.1.is_some().then(|| whole(lse_gradient)).transpose()?,
             gradients: [
                 rows(query, queries, false)?,
                 rows(key, keys, false)?,
@@ -124,9 +128,11 @@ impl Backward {
             }
         }
         let (sizes, hidden) = self.request.sums();
-        let vectors = [(SAVED[1], Some(&self.lse), &sizes[hidden..])];
-        let sinks = (GRADIENTS[3], self.sinks.as_ref(), &[heads][..]);
-        for (name, memory, expected) in vectors.into_iter().chain([sinks]) {
+        for (name, memory, expected) in [
+            (SAVED[1], Some(&self.lse), &sizes[hidden..]),
+            (SAVED[3], self.lse_gradient.as_ref(), &sizes[hidden..]),
+            (GRADIENTS[3], self.sinks.as_ref(), &[heads]),
+        ] {
             let Some(memory) = memory else { continue };
             memory.whole(name, Element::Float(DType::F32), "float32")?;
             memory.on(name, query.form.place, q)?;
@@ -140,10 +146,25 @@ impl Backward {
         Ok(())
     }
 
+    /// Returns whether the gradients are zero since the query, key or value tensor is empty.
+    pub(crate) fn is_zero(&self) -> PyResult<bool> {
+        let Request { query, key, value, .. } = &self.request;
+        let [query, key, value] = [query, key, value].map(|it| it.form.sizes.contains(&0));
+        // The log-sum-exp of a row without keys is its sink.
+        if !query && key && self.sinks.is_some() && self.lse_gradient.is_some() {
+            return Err(PyNotImplementedError::new_err(
+                "s_aux has no gradient by way of log-sum-exps where there are no keys",
+            ));
+        }
+        Ok(query || key || value)
+    }
+
     /// Returns the problem that the call poses.
     pub(crate) fn problem(&self, deterministic: bool) -> PyResult<Problem> {
-        let problem = self.request.problem()?.backward();
-        Ok(if deterministic { problem.deterministic() } else { problem })
+        let mut problem = self.request.problem()?.backward();
+        (problem.lse_gradient, problem.deterministic) =
+            (self.lse_gradient.is_some(), deterministic);
+        Ok(problem)
     }
 
     /// Returns the tensors in the form that the GPU library takes.
@@ -153,8 +174,8 @@ impl Backward {
         let output = on_device(&self.output_gradient);
         let mut tensors =
             self.request.tensors(Descales::default(), &self.output, Some(self.lse.address));
-        let sinks = address(self.sinks.as_ref());
-        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+        let [sinks, lse] = [&self.sinks, &self.lse_gradient].map(|it| address(it.as_ref()));
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks, lse });
         tensors
     }
 }

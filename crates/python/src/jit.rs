@@ -99,8 +99,8 @@ fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
 }
 
 /// Computes the gradients of queries, keys, values and sinks. The arguments are those of the
-/// forward call, its output and log-sum-exps, and the gradient of the output; then zeros that alias
-/// the results.
+/// forward call, its output and log-sum-exps, and the gradients of the output and, if
+/// `lse_gradient`, of the log-sum-exps; then zeros that alias the results.
 fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
     let function = called(call)?.function;
     let request = request(call, place)?;
@@ -110,11 +110,13 @@ fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
         function.order(packed).view(name, &memory?)
     };
     let (queries, keys) = (dimensions(packed.0), dimensions(packed.1));
-    let sums = request.sums();
+    let (sizes, hidden) = request.sums();
+    let sums = |at: usize| call.argument(first + at, sizes.len() - hidden, place);
     let backward = Backward {
         output: rows("out", call.argument(first, queries, place), packed.0)?,
-        lse: call.argument(first + 1, sums.0.len() - sums.1, place)?,
+        lse: sums(1)?,
         output_gradient: rows("dout", call.argument(first + 2, queries, place), packed.0)?,
+        lse_gradient: call.flag("lse_gradient").then(|| sums(3)).transpose()?,
         gradients: [
             rows("dq", call.result(0, queries, place), packed.0)?,
             rows("dk", call.result(1, keys, place), packed.1)?,

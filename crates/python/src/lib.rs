@@ -154,9 +154,9 @@ mod module {
 
     /// Computes the gradients of attention over PyTorch's tensors and writes them to the given
     /// tensors for dQ, dK, dV and the gradient of the sinks. `tensors`, `numbers` and `rules` are
-    /// those of `attend`; `saved` holds its output and log-sum-exps, and the gradient of the
-    /// output. Returns False and writes nothing if the query, key or value tensor is empty: the
-    /// gradients are zero then.
+    /// those of `attend`; `saved` holds its output and log-sum-exps, and the gradients of both,
+    /// where the log-sum-exps may have none. Returns False and writes nothing if the query, key or
+    /// value tensor is empty: the gradients are zero then.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, rules=None, /))]
     fn attend_backward<'py>(

@@ -71,10 +71,13 @@ pub(crate) unsafe fn differentiate(
     let (output, output_gradient) = (lend(&call.output)?, lend(&call.output_gradient)?);
     // SAFETY: the same.
     let lse = unsafe { list::<f32>(&call.lse)? };
+    // SAFETY: the same.
+    let lse_gradient = unsafe { optional::<f32>(call.lse_gradient.as_ref())? };
     let run = |problem: &Problem, inputs: Inputs<'_>, keys: Option<&Placement>| {
         let options = RunOptions { cancellation: Some(cancellation), ..RunOptions::default() };
         let (output, output_gradient) = (output.view(), output_gradient.view());
-        let backward = Backward { inputs, output, lse: &lse, output_gradient };
+        let lse_gradient = lse_gradient.as_deref();
+        let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient };
         let gradients = CpuBackend::new().run_backward(problem, backward, &options);
         let gradients = gradients.map_err(error::library)?;
         let [query, key, value] = &call.gradients;
