@@ -188,9 +188,8 @@ def rows_backward(
     numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
     function, deterministic = "flash_attn_varlen_func", torch.are_deterministic_algorithms_enabled()
     needed = (True, True, True, False)
-    found = _gradients.backward(
-        grad_out, (query, key, value), out, logsumexp, lists, numbers, function, deterministic, needed
-    )
+    saved = (out, logsumexp, grad_out, None)
+    found = _gradients.backward(saved, (query, key, value), lists, numbers, function, deterministic, needed)
     return tuple(found[:3])
 
 

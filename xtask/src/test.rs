@@ -1,9 +1,9 @@
 //! Every check of the project, with a summary at the end.
 //!
-//! The order is from quick to slow. A failed check never hides the next one. The Python package is
-//! built, with its own profile, and tested in parallel to all others: it downloads and waits, and
-//! the others leave a core idle now and then. With a GPU the checks run one after the other, since
-//! some of them measure.
+//! A failed check never hides the next one. Without a GPU there are two lanes, each with about half
+//! of the work: in one the workspace is built and tested, and what was built is tried; in the other
+//! the Python package is built, with its own profile, and tested, and then come checks that build
+//! little. With a GPU the checks run one after the other, since some of them measure.
 //!
 //! From a clean clone this must end within twenty minutes on two cores, most of which the compiler
 //! takes: nothing is built twice in different ways. Dependencies are checked once, with one set of
@@ -30,36 +30,35 @@ struct Check {
     run: fn(verbose: bool) -> Finding,
     /// Left out of `--quick`.
     slow: bool,
-    /// Whether it may run in parallel to the others.
-    parallel: bool,
 }
 
 /// The result of a check that was run.
+#[derive(Clone)]
 struct Checked {
     name: &'static str,
     finding: Finding,
     seconds: f64,
 }
 
-const CHECKS: [Check; 13] = [
-    Check { name: "format", run: format, slow: false, parallel: false },
-    Check { name: "clippy", run: clippy, slow: false, parallel: false },
-    Check { name: "cpu only", run: cpu_only, slow: true, parallel: false },
-    Check { name: "examples", run: examples, slow: true, parallel: false },
-    Check { name: "package", run: package, slow: true, parallel: false },
-    Check { name: "docs", run: docs, slow: true, parallel: false },
-    Check {
-        name: "outside",
-        run: |_| outside::outside().map(|()| String::new()),
-        slow: true,
-        parallel: false,
-    },
-    Check { name: "tools", run: |_| tools::tools(), slow: false, parallel: false },
-    Check { name: "tests", run: tests, slow: false, parallel: false },
-    Check { name: "attend", run: attend, slow: true, parallel: false },
-    Check { name: "check", run: check, slow: true, parallel: false },
-    Check { name: "virtual", run: virtual_gpu::check, slow: true, parallel: false },
-    Check { name: "python", run: python::test, slow: true, parallel: true },
+/// The lane in which the workspace is built. What is built here is tried after the tests.
+const WORKSPACE: [Check; 7] = [
+    Check { name: "format", run: format, slow: false },
+    Check { name: "clippy", run: clippy, slow: false },
+    Check { name: "tools", run: |_| tools::tools(), slow: false },
+    Check { name: "tests", run: tests, slow: false },
+    Check { name: "attend", run: attend, slow: true },
+    Check { name: "check", run: check, slow: true },
+    Check { name: "virtual", run: virtual_gpu::check, slow: true },
+];
+
+/// The other lane. The Python package comes first: it is what takes long.
+const OTHERS: [Check; 6] = [
+    Check { name: "python", run: python::test, slow: true },
+    Check { name: "cpu only", run: cpu_only, slow: true },
+    Check { name: "examples", run: examples, slow: true },
+    Check { name: "package", run: package, slow: true },
+    Check { name: "docs", run: docs, slow: true },
+    Check { name: "outside", run: |_| outside::outside().map(|()| String::new()), slow: true },
 ];
 
 /// Runs the checks; true when all passed.
@@ -73,22 +72,21 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
         }
     }
     let begin = Instant::now();
-    let checks = CHECKS.iter().filter(|check| !(quick && check.slow));
-    let (parallel, first): (Vec<&Check>, Vec<&Check>) = checks.partition(|check| check.parallel);
-    let run = |checks: &[&Check]| -> Vec<Checked> {
-        checks.iter().map(|check| check.run(verbose)).collect()
+    let run = |lane: &[Check]| -> Vec<Checked> {
+        let checks = lane.iter().filter(|check| !(quick && check.slow));
+        checks.map(|check| check.run(verbose)).collect()
     };
     let done = if Path::new("/dev/nvidiactl").exists() {
-        run(&[first, parallel].concat())
+        [run(&WORKSPACE), run(&OTHERS)]
     } else {
         thread::scope(|scope| {
-            let parallel = scope.spawn(|| run(&parallel));
-            let mut done = run(&first);
+            let others = scope.spawn(|| run(&OTHERS));
+            let done = run(&WORKSPACE);
             // A panic in a check is passed on, not taken for success.
-            done.extend(parallel.join().unwrap_or_else(|it| panic::resume_unwind(it)));
-            done
+            [done, others.join().unwrap_or_else(|it| panic::resume_unwind(it))]
         })
     };
+    let done = done.concat();
     let failed = done.iter().filter(|it| it.finding.is_err()).count();
     let rows: Vec<Vec<String>> = done.iter().map(Checked::row).collect();
     println!("\n{}", table(&["check", "verdict", "seconds", ""], &rows));
@@ -150,6 +148,8 @@ fn with_candle_cuda(feature: &str, arguments: &[&str]) -> Command {
     let mut command = cargo(arguments);
     command.args(["--features", feature]);
     command.env("PATH", path).env_remove("NVCC").env("CUDA_COMPUTE_CAP", "90");
+    // What is wrong is not lost among the names of hundreds of crates.
+    command.env("CARGO_TERM_QUIET", "true");
     command
 }
 

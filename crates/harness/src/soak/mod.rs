@@ -390,7 +390,7 @@ fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let tensors = InputTensors::random(problem, case.tensor_seed)?;
     let inputs = auxiliary.inputs(&tensors);
     let forward = Case { problem: problem.clone().forward(), ..case.clone() };
-    let answer = session.answer(&forward, PassInputs::Forward(inputs))?;
+    let answer = session.answer(&forward, PassInputs::Forward(&inputs))?;
     let checked = Checked::new(judge(&forward, inputs, &answer)?, &answer);
     if problem.pass == Pass::Forward || checked.wrong.is_some() {
         return Ok(checked);
@@ -401,7 +401,7 @@ fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let gradient = gradient.map_err(flashcore::Error::from)?;
     let (output, output_gradient) = (output.view(), gradient.view());
     let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
-    let mut answer = session.answer(case, PassInputs::Backward(backward))?;
+    let mut answer = session.answer(case, PassInputs::Backward(&backward))?;
     answer.warnings.extend(checked.warnings);
     Ok(Checked::new(judge_gradients(case, backward, &answer)?, &answer))
 }
@@ -475,7 +475,8 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     let case = case.ok_or_else(|| Error::Impossible("there is no problem".to_owned()))?;
     let auxiliary = AuxiliaryInputs::of(&case.problem)?;
     let tensors = InputTensors::random(&case.problem, case.tensor_seed)?;
-    let inputs = PassInputs::Forward(auxiliary.inputs(&tensors));
+    let inputs = auxiliary.inputs(&tensors);
+    let inputs = PassInputs::Forward(&inputs);
     let lost = device.lose_context(&case, inputs);
     // The next one must be told as well, and must not hang.
     let after = device.answer(&case, inputs);
@@ -587,7 +588,7 @@ mod tests {
         let auxiliary = AuxiliaryInputs::of(&case.problem).unwrap();
         let tensors = InputTensors::random(&case.problem, case.tensor_seed).unwrap();
         let inputs = auxiliary.inputs(&tensors);
-        let mut answer = on_the_cpu(&case, PassInputs::Forward(inputs)).unwrap();
+        let mut answer = on_the_cpu(&case, PassInputs::Forward(&inputs)).unwrap();
         assert!(judge(&case, inputs, &answer).unwrap().unwrap() > 0);
         answer.results[0].fill(0xFF);
         let reason = judge(&case, inputs, &answer).unwrap().unwrap_err();
@@ -608,7 +609,7 @@ mod tests {
             Tensor::random(case.problem.dtype(), case.problem.output_shape(), 1).unwrap();
         let (output, output_gradient) = (output.view(), gradient.view());
         let backward = Backward { inputs, output, lse: &lse, output_gradient, lse_gradient: None };
-        let right = on_the_cpu(&case, PassInputs::Backward(backward)).unwrap();
+        let right = on_the_cpu(&case, PassInputs::Backward(&backward)).unwrap();
         assert!(judge_gradients(&case, backward, &right).unwrap().unwrap() > 0);
         for wrong in 0..3 {
             for byte in [0, 0xFF] {

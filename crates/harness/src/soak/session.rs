@@ -18,14 +18,14 @@ use crate::Error;
 /// The inputs of a problem: those of the forward or of the backward pass.
 #[derive(Clone, Copy)]
 pub(super) enum PassInputs<'a> {
-    Forward(Inputs<'a>),
-    Backward(Backward<'a>),
+    Forward(&'a Inputs<'a>),
+    Backward(&'a Backward<'a>),
 }
 
 impl<'a> PassInputs<'a> {
     pub(super) fn inputs(self) -> Inputs<'a> {
         match self {
-            PassInputs::Forward(inputs) => inputs,
+            PassInputs::Forward(inputs) => *inputs,
             PassInputs::Backward(backward) => backward.inputs,
         }
     }
@@ -33,7 +33,7 @@ impl<'a> PassInputs<'a> {
     pub(super) fn backward(self) -> Option<Backward<'a>> {
         match self {
             PassInputs::Forward(_) => None,
-            PassInputs::Backward(backward) => Some(backward),
+            PassInputs::Backward(backward) => Some(*backward),
         }
     }
 }
@@ -94,11 +94,11 @@ pub(super) fn on_the_cpu(case: &Case, inputs: PassInputs<'_>) -> Result<Answer, 
     let floats = |of: &[f32]| of.iter().flat_map(|it| it.to_le_bytes()).collect::<Vec<u8>>();
     let (results, report) = match inputs {
         PassInputs::Forward(inputs) => {
-            let found = cpu.run(&case.problem, inputs, &options)?;
+            let found = cpu.run(&case.problem, *inputs, &options)?;
             (vec![found.output.bytes().to_vec(), floats(&found.lse)], found.report)
         }
         PassInputs::Backward(backward) => {
-            let found = cpu.run_backward(&case.problem, backward, &options)?;
+            let found = cpu.run_backward(&case.problem, *backward, &options)?;
             let tensors = [&found.query, &found.key, &found.value];
             let tensors = tensors.map(|it| it.bytes().to_vec()).into_iter();
             (tensors.chain(found.sinks.as_deref().map(floats)).collect(), found.report)
