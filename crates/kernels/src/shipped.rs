@@ -1,188 +1,24 @@
-//! The configuration of any kernel ([`Configuration`]), and the list of configurations that stand
-//! for all others in tests: each one of [`shipped`] is assembled, simulated and checked.
+//! The configurations that stand for all others in tests: each one of [`shipped`] is assembled,
+//! simulated and checked.
 
-use ptx::{Capability, Element, Program, Swizzle, Target};
+use ptx::{Capability, Element, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
 use crate::attention::function::{ListsOf, Stored, rules};
 use crate::backward::{
-    BackwardPass, Rounding, RowSums, SinkGradients, every_backward, sharing_backward,
-    tuned_backward,
+    BackwardPass, RowSums, SinkGradients, every_backward, sharing_backward, tuned_backward,
 };
 use crate::cache::{Cache, Scales};
 use crate::forward::{
     Form, Workload, every_fp8, every_fp8_prefill, every_prefill, every_tuned, tuned,
 };
-use crate::mma::{BackwardMma, every_tuned_backward};
+use crate::mma::every_tuned_backward;
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
-    Backward, Batch, BlockFinder, BlockLister, Ceiling, Combine, Decode, Error, Forward, MaskKind,
+    Backward, Batch, BlockFinder, BlockLister, Ceiling, Combine, Configuration, Forward, MaskKind,
     Mma, Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
-
-/// A configuration of any kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Configuration {
-    /// Attention without tensor cores.
-    Scalar(Scalar),
-    /// Attention with `mma.sync`.
-    Mma(Mma),
-    /// Attention on Hopper.
-    Forward(Forward),
-    /// Attention on Hopper over ragged batches.
-    Prefill(Prefill),
-    /// Sorts the tiles of a ragged batch.
-    Sequencer(Sequencer),
-    /// Finds the blocks that a mask function leaves visible.
-    BlockFinder(BlockFinder),
-    /// Makes lists of the blocks that a `BlockFinder` has found.
-    BlockLister(BlockLister),
-    /// Distributes tiles of unequal length over thread blocks.
-    TileSharer(TileSharer),
-    /// Combines partial results over parts of the keys.
-    Combine(Combine),
-    /// Attention of few queries over a key-value cache.
-    Decode(Decode),
-    /// Appends new keys and values to a cache.
-    Append(Append),
-    /// Converts an 8-bit cache to 16 bits.
-    Widen(Widen),
-    /// The gradients of attention on Hopper.
-    Backward(Backward),
-    /// The gradients of attention with `mma.sync`.
-    BackwardMma(BackwardMma),
-    /// The preprocessing of both backward kernels: the row sums of `dO * O`.
-    RowSums(RowSums),
-    /// The postprocessing of both backward kernels: the rounding of `dQ`.
-    Rounding(Rounding),
-    /// The last launch of a backward pass with sinks: their gradients.
-    SinkGradients(SinkGradients),
-    /// One `wgmma`.
-    Single(Single),
-    /// A matrix product.
-    Product(Product),
-    /// The loop that measures the peak of the tensor cores.
-    Ceiling(Ceiling),
-}
-
-/// Evaluates an expression over what a configuration of any kind holds.
-macro_rules! of_each_kind {
-    ($configuration:expr, $it:ident => $body:expr) => {
-        match $configuration {
-            Configuration::Scalar($it) => $body,
-            Configuration::Mma($it) => $body,
-            Configuration::Forward($it) => $body,
-            Configuration::Prefill($it) => $body,
-            Configuration::Sequencer($it) => $body,
-            Configuration::BlockFinder($it) => $body,
-            Configuration::BlockLister($it) => $body,
-            Configuration::TileSharer($it) => $body,
-            Configuration::Combine($it) => $body,
-            Configuration::Decode($it) => $body,
-            Configuration::Append($it) => $body,
-            Configuration::Widen($it) => $body,
-            Configuration::Backward($it) => $body,
-            Configuration::BackwardMma($it) => $body,
-            Configuration::RowSums($it) => $body,
-            Configuration::Rounding($it) => $body,
-            Configuration::SinkGradients($it) => $body,
-            Configuration::Single($it) => $body,
-            Configuration::Product($it) => $body,
-            Configuration::Ceiling($it) => $body,
-        }
-    };
-}
-
-impl Configuration {
-    /// Returns the name of the kernel family, without the configuration.
-    pub fn family(&self) -> &'static str {
-        match self {
-            Configuration::Scalar(_) => "scalar",
-            Configuration::Mma(_) => "mma",
-            Configuration::Forward(_) => "forward",
-            Configuration::Prefill(_) => "prefill",
-            Configuration::Sequencer(_) => "sequencer",
-            Configuration::BlockFinder(_) => "block_finder",
-            Configuration::BlockLister(_) => "block_lister",
-            Configuration::TileSharer(_) => "tile_sharer",
-            Configuration::Combine(_) => "combine",
-            Configuration::Decode(_) => "decode",
-            Configuration::Append(_) => "append",
-            Configuration::Widen(_) => "widen",
-            Configuration::Backward(_) => "backward",
-            Configuration::BackwardMma(_) => "backward-mma",
-            Configuration::RowSums(_) => "row_sums",
-            Configuration::Rounding(_) => "rounding",
-            Configuration::SinkGradients(_) => "sink_gradients",
-            Configuration::Single(_) => "single",
-            Configuration::Product(_) => "product",
-            Configuration::Ceiling(_) => "ceiling",
-        }
-    }
-
-    /// Returns the name of the configuration, which is also that of the kernel's entry point.
-    pub fn name(&self) -> String {
-        of_each_kind!(self, it => it.name())
-    }
-
-    /// Returns what the kernel computes, in a few words.
-    pub fn summary(&self) -> &'static str {
-        match self {
-            Configuration::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
-            Configuration::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
-            Configuration::Forward(_) => "attention with wgmma and TMA, on Hopper",
-            Configuration::Prefill(_) => "attention over ragged batches, with windows, on Hopper",
-            Configuration::Sequencer(_) => {
-                "the tiles of a ragged batch in the order they are taken"
-            }
-            Configuration::BlockFinder(_) => "which blocks a mask leaves, by what its tensors hold",
-            Configuration::BlockLister(_) => "lists of the blocks that a mask leaves",
-            Configuration::TileSharer(_) => "tiles of unequal length, shared out over blocks",
-            Configuration::Combine(_) => "partial attention over parts of the keys, put together",
-            Configuration::Decode(_) => {
-                "attention of few queries over a long cache, Ampere and later"
-            }
-            Configuration::Append(_) => {
-                "new keys and values into a cache, keys and queries rotated"
-            }
-            Configuration::Widen(_) => "keys and values of 8 bits as numbers of 16",
-            Configuration::Backward(_) => {
-                "the gradients of attention, with wgmma and TMA, on Hopper"
-            }
-            Configuration::BackwardMma(_) => {
-                "the gradients of attention, with mma.sync and cp.async, Ampere and later"
-            }
-            Configuration::RowSums(_) => "row sums of output gradients times outputs",
-            Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
-            Configuration::SinkGradients(_) => "the gradients of sinks, from row sums",
-            Configuration::Single(_) => "one 64x64x16 wgmma",
-            Configuration::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
-            Configuration::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
-        }
-    }
-
-    /// Returns the compact form, which compiles fastest, if this is not already it.
-    pub fn compact(&self) -> Option<Configuration> {
-        let compact = match *self {
-            Configuration::Forward(it) => {
-                Configuration::Forward(Forward { form: Form::COMPACT, ..it })
-            }
-            Configuration::Prefill(it) => {
-                let tile = Forward { form: Form::COMPACT, ..it.tile };
-                Configuration::Prefill(Prefill { tile, ..it })
-            }
-            _ => return None,
-        };
-        Some(compact).filter(|compact| compact != self)
-    }
-
-    /// Builds the program of this configuration.
-    pub fn program(&self) -> Result<Program, Error> {
-        of_each_kind!(self, it => it.program())
-    }
-}
 
 /// Returns every shipped configuration for a target.
 ///

@@ -138,150 +138,52 @@ const TILE_128X64_OVERLAPPED: Tile =
     Tile { form: Form { overlap_tiles: true, ..Form::COMPACT }, ..TILE_128X64 };
 
 // Rules of both `RULES` and `PREFILL_RULES`.
-const FEW_ROWS: Rule = Rule {
-    dims: (128, 128),
-    masks: Masks::Both,
-    length: ANY_LENGTH,
-    few: true,
-    tile: TILE_64X128,
-    reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
-};
-const UP_TO_192: Rule = Rule {
-    dims: (192, 192),
-    masks: Masks::Both,
-    length: ANY_LENGTH,
-    few: false,
-    tile: TILE_128X96,
-    reason: "128 x 96 tiles are fastest up to head dim 192",
-};
+const FEW_ROWS: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, TILE_64X128)
+    .few()
+    .because("64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half");
+const UP_TO_192: Rule = rule((192, 192), Masks::Both, ANY_LENGTH, TILE_128X96)
+    .because("128 x 96 tiles are fastest up to head dim 192");
 
 /// The rules of 16-bit inputs, measured on an H200 in bf16; docs/performance/forward.md has the
 /// numbers. Narrow head dimensions come before wide ones, short sequences before long ones.
 const RULES: &[Rule] = &[
     FEW_ROWS,
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Loads,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128_LOADS,
-        reason: "128 x 128 tiles with queries in shared memory have registers for what a score function \
-                 loads",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Dense,
-        length: SHORT,
-        few: false,
-        tile: TILE_128X128_DEEP,
-        reason: "128 x 128 tiles with four stages are fastest below 2048 positions",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Dense,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_192X80_REGISTERS,
-        reason: "192 x 80 tiles with queries in registers are fastest from 2048 positions on",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Causal,
-        length: 512,
-        few: false,
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles are fastest up to 512 positions under a causal mask",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Causal,
-        length: SHORT,
-        few: false,
-        tile: TILE_128X128_REGISTERS,
-        reason: "128 x 128 tiles with queries in registers are fastest below 2048 positions under \
-                 a causal mask",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Causal,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_192X96,
-        reason: "192 x 96 tiles are fastest from 2048 positions on under a causal mask",
-    },
-    Rule {
-        dims: (96, 96),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles are fastest up to head dim 96",
-    },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Dense,
-        length: 2048,
-        few: false,
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles in turns are fastest up to 2048 positions",
-    },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Dense,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128_WITHOUT_TURNS,
-        reason: "128 x 128 tiles are fastest up to head dim 128, and turns no longer pay",
-    },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Causal,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles in turns are fastest up to head dim 128 under a causal mask",
-    },
-    Rule {
-        dims: (192, 128),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X96,
-        reason: "128 x 96 tiles fit beside queries of up to 192",
-    },
+    rule((64, 64), Masks::Loads, ANY_LENGTH, TILE_128X128_LOADS).because(
+        "128 x 128 tiles with queries in shared memory have registers for what a score function \
+         loads",
+    ),
+    rule((64, 64), Masks::Dense, SHORT, TILE_128X128_DEEP)
+        .because("128 x 128 tiles with four stages are fastest below 2048 positions"),
+    rule((64, 64), Masks::Dense, ANY_LENGTH, TILE_192X80_REGISTERS)
+        .because("192 x 80 tiles with queries in registers are fastest from 2048 positions on"),
+    rule((64, 64), Masks::Causal, 512, TILE_128X128)
+        .because("128 x 128 tiles are fastest up to 512 positions under a causal mask"),
+    rule((64, 64), Masks::Causal, SHORT, TILE_128X128_REGISTERS).because(
+        "128 x 128 tiles with queries in registers are fastest below 2048 positions under \
+         a causal mask",
+    ),
+    rule((64, 64), Masks::Causal, ANY_LENGTH, TILE_192X96)
+        .because("192 x 96 tiles are fastest from 2048 positions on under a causal mask"),
+    rule((96, 96), Masks::Both, ANY_LENGTH, TILE_128X128)
+        .because("128 x 128 tiles are fastest up to head dim 96"),
+    rule((128, 128), Masks::Dense, 2048, TILE_128X128)
+        .because("128 x 128 tiles in turns are fastest up to 2048 positions"),
+    rule((128, 128), Masks::Dense, ANY_LENGTH, TILE_128X128_WITHOUT_TURNS)
+        .because("128 x 128 tiles are fastest up to head dim 128, and turns no longer pay"),
+    rule((128, 128), Masks::Causal, ANY_LENGTH, TILE_128X128)
+        .because("128 x 128 tiles in turns are fastest up to head dim 128 under a causal mask"),
+    rule((192, 128), Masks::Both, ANY_LENGTH, TILE_128X96)
+        .because("128 x 96 tiles fit beside queries of up to 192"),
     UP_TO_192,
-    Rule {
-        dims: (256, 256),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X64,
-        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
-    },
+    rule((256, 256), Masks::Both, ANY_LENGTH, TILE_128X64)
+        .because("128 x 64 tiles are the largest whose output fits the registers at head dim 256"),
 ];
 
 // Rules of ragged batches under any mask.
-const RAGGED_UP_TO_64: Rule = Rule {
-    dims: (64, 64),
-    masks: Masks::Both,
-    length: ANY_LENGTH,
-    few: false,
-    tile: TILE_128X128_REGISTERS,
-    reason: "128 x 128 tiles with queries in registers are fastest up to head dim 64",
-};
-const RAGGED_UP_TO_128: Rule = Rule {
-    dims: (128, 128),
-    tile: TILE_128X128,
-    reason: "128 x 128 tiles in turns are fastest up to head dim 128",
-    ..RAGGED_UP_TO_64
-};
-const RAGGED_UP_TO_256: Rule = Rule {
-    dims: (256, 256),
-    tile: TILE_128X64_OVERLAPPED,
-    reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256; many are \
-             short, and the next begins while one is stored",
-    ..RAGGED_UP_TO_64
-};
+const RAGGED_UP_TO_64: Rule = rule((64, 64), Masks::Both, ANY_LENGTH, TILE_128X128_REGISTERS)
+    .because("128 x 128 tiles with queries in registers are fastest up to head dim 64");
+const RAGGED_UP_TO_128: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, TILE_128X128)
+    .because("128 x 128 tiles in turns are fastest up to head dim 128");
 
 /// The longest packed sequences, in the mean, for which tiles of 192 rows do not pay under a causal
 /// mask: a taller tile wastes more at the end of each sequence.
@@ -293,29 +195,20 @@ const RAGGED_SHORT: u64 = 4095;
 const PREFILL_RULES: &[Rule] = &[
     FEW_ROWS,
     Rule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
-    Rule {
-        masks: Masks::Dense,
-        tile: TILE_192X80_REGISTERS,
-        reason: "192 x 80 tiles with queries in registers are fastest from 2048 positions on",
-        ..RAGGED_UP_TO_64
-    },
+    rule((64, 64), Masks::Dense, ANY_LENGTH, TILE_192X80_REGISTERS)
+        .because("192 x 80 tiles with queries in registers are fastest from 2048 positions on"),
     Rule { length: RAGGED_SHORT, ..RAGGED_UP_TO_64 },
-    Rule {
-        masks: Masks::Causal,
-        tile: TILE_192X96,
-        reason: "192 x 96 tiles are fastest from 4096 positions on under a causal mask",
-        ..RAGGED_UP_TO_64
-    },
+    rule((64, 64), Masks::Causal, ANY_LENGTH, TILE_192X96)
+        .because("192 x 96 tiles are fastest from 4096 positions on under a causal mask"),
     Rule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
-    Rule {
-        masks: Masks::Dense,
-        tile: TILE_128X128_WITHOUT_TURNS,
-        reason: "128 x 128 tiles are fastest up to head dim 128, and turns no longer pay",
-        ..RAGGED_UP_TO_128
-    },
+    rule((128, 128), Masks::Dense, ANY_LENGTH, TILE_128X128_WITHOUT_TURNS)
+        .because("128 x 128 tiles are fastest up to head dim 128, and turns no longer pay"),
     RAGGED_UP_TO_128,
     UP_TO_192,
-    RAGGED_UP_TO_256,
+    rule((256, 256), Masks::Both, ANY_LENGTH, TILE_128X64_OVERLAPPED).because(
+        "128 x 64 tiles are the largest whose output fits the registers at head dim 256; many are \
+         short, and the next begins while one is stored",
+    ),
 ];
 
 // With a second accumulator and P in 8 bits, other tiles fit: see docs/fp8-forward.md.
@@ -329,28 +222,12 @@ const FP8_128X224: Tile = Tile { key_block: 224, ..FP8_128X128_ONE_BUFFER };
 
 // Rules of both `FP8_RULES` and `FP8_PREFILL_RULES`.
 const FP8_FEW_ROWS: Rule = Rule { tile: FP8_64X128, ..FEW_ROWS };
-const FP8_UP_TO_64: Rule = Rule {
-    dims: (64, 64),
-    masks: Masks::Both,
-    length: 1024,
-    few: false,
-    tile: FP8_192X128,
-    reason: "192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going",
-};
-const FP8_UP_TO_64_LONG: Rule = Rule {
-    length: ANY_LENGTH,
-    tile: FP8_192X160,
-    reason: "192 x 160 tiles in e4m3 are ahead where keys are many",
-    ..FP8_UP_TO_64
-};
-const FP8_UP_TO_128: Rule = Rule {
-    dims: (128, 128),
-    masks: Masks::Both,
-    length: ANY_LENGTH,
-    few: false,
-    tile: FP8_128X128,
-    reason: "128 x 128 tiles in e4m3 waste little beyond an edge",
-};
+const FP8_UP_TO_64: Rule = rule((64, 64), Masks::Both, 1024, FP8_192X128)
+    .because("192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going");
+const FP8_UP_TO_64_LONG: Rule = rule((64, 64), Masks::Both, ANY_LENGTH, FP8_192X160)
+    .because("192 x 160 tiles in e4m3 are ahead where keys are many");
+const FP8_UP_TO_128: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, FP8_128X128)
+    .because("128 x 128 tiles in e4m3 waste little beyond an edge");
 
 /// The rules of inputs in e4m3.
 const FP8_RULES: &[Rule] = &[
@@ -358,47 +235,17 @@ const FP8_RULES: &[Rule] = &[
     FP8_UP_TO_64,
     FP8_UP_TO_64_LONG,
     Rule { masks: Masks::Dense, length: 1024, ..FP8_UP_TO_128 },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Dense,
-        length: 4096,
-        few: false,
-        tile: FP8_128X192,
-        reason: "128 x 192 tiles in e4m3 leave room for the next tile's queries",
-    },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Dense,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_128X224,
-        reason: "128 x 224 tiles in e4m3 add sums less often where keys are many",
-    },
+    rule((128, 128), Masks::Dense, 4096, FP8_128X192)
+        .because("128 x 192 tiles in e4m3 leave room for the next tile's queries"),
+    rule((128, 128), Masks::Dense, ANY_LENGTH, FP8_128X224)
+        .because("128 x 224 tiles in e4m3 add sums less often where keys are many"),
     Rule { length: 2048, ..FP8_UP_TO_128 },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Causal,
-        length: 4096,
-        few: false,
-        tile: FP8_128X192,
-        reason: "128 x 192 tiles in e4m3 add sums less often where a mask's edge is a small part",
-    },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Causal,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_128X224,
-        reason: "128 x 224 tiles in e4m3 are ahead where a mask's edge is a very small part",
-    },
-    Rule {
-        dims: (256, 256),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_128X128_ONE_BUFFER,
-        reason: "128 x 128 tiles in e4m3 are the largest whose output fits the registers",
-    },
+    rule((128, 128), Masks::Causal, 4096, FP8_128X192)
+        .because("128 x 192 tiles in e4m3 add sums less often where a mask's edge is a small part"),
+    rule((128, 128), Masks::Causal, ANY_LENGTH, FP8_128X224)
+        .because("128 x 224 tiles in e4m3 are ahead where a mask's edge is a very small part"),
+    rule((256, 256), Masks::Both, ANY_LENGTH, FP8_128X128_ONE_BUFFER)
+        .because("128 x 128 tiles in e4m3 are the largest whose output fits the registers"),
 ];
 
 /// The rules of ragged batches with inputs in e4m3, whose producers need more registers.
@@ -407,14 +254,8 @@ const FP8_PREFILL_RULES: &[Rule] = &[
     FP8_UP_TO_64,
     FP8_UP_TO_64_LONG,
     FP8_UP_TO_128,
-    Rule {
-        dims: (256, 256),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_64X128,
-        reason: "64 x 128 tiles in e4m3 are the largest that fit beside ragged batches",
-    },
+    rule((256, 256), Masks::Both, ANY_LENGTH, FP8_64X128)
+        .because("64 x 128 tiles in e4m3 are the largest that fit beside ragged batches"),
 ];
 
 /// Returns the tiles for a ragged batch, or `None` where the kernel does not serve it. The
@@ -592,7 +433,22 @@ pub fn every_fp8_prefill() -> Vec<Prefill> {
     all
 }
 
+/// Returns the row for head dimensions of queries and of values up to `dims`, and for sequences up
+/// to a length.
+const fn rule(dims: (u32, u32), masks: Masks, length: u64, tile: Tile) -> Rule {
+    Rule { dims, masks, length, few: false, tile, reason: "" }
+}
+
 impl Rule {
+    const fn because(self, reason: &'static str) -> Rule {
+        Rule { reason, ..self }
+    }
+
+    /// Leaves problems that fill half of the GPU to other rows.
+    const fn few(self) -> Rule {
+        Rule { few: true, ..self }
+    }
+
     fn serves(&self, workload: &Workload) -> bool {
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1

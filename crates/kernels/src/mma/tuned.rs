@@ -78,93 +78,57 @@ const TILE_64X64: Tile = Tile { row_tiles: 1, ..TILE_128X64 };
 const TILE_64X32: Tile = Tile { row_tiles: 1, ..TILE_128X32 };
 
 /// The fallback for the widest heads, where nothing larger fits.
-const LAST: Rule = Rule {
-    dims: (256, 256),
-    queries: ANY_LENGTH,
-    half_sums: false,
-    rows: RowsServed::All,
-    tile: Tile { residents: 1, ..TILE_64X32 },
-    reason: "64 x 32 tiles are the largest that fit",
-};
+const LAST: Rule =
+    rule((256, 256), ANY_LENGTH, RowsServed::All, Tile { residents: 1, ..TILE_64X32 })
+        .because("64 x 32 tiles are the largest that fit");
 
 /// Measured on an H200 in bf16 (docs/performance/mma.md). The rules for targets with less shared
 /// memory follow from the same reasoning with their budgets. The order is few queries before many,
 /// narrow heads before wide ones, large tiles before small ones.
 const RULES: &[Rule] = &[
-    Rule {
-        dims: (128, 128),
-        queries: 64,
-        half_sums: true,
-        rows: RowsServed::All,
-        tile: TILE_64X64,
-        reason: "64 x 64 tiles waste the least on up to 64 queries",
-    },
-    Rule {
-        dims: (128, 128),
-        queries: 64,
-        half_sums: true,
-        rows: RowsServed::All,
-        tile: TILE_64X32,
-        reason: "64 x 32 tiles waste the least on up to 64 queries and fit twice",
-    },
-    Rule {
-        dims: (64, 64),
-        queries: ANY_LENGTH,
-        half_sums: true,
-        rows: RowsServed::All,
-        tile: TILE_128X64_REGISTERS,
-        reason: "128 x 64 tiles with queries in registers are fastest up to head dim 64",
-    },
-    Rule {
-        dims: (128, 128),
-        queries: ANY_LENGTH,
-        half_sums: false,
-        rows: RowsServed::Plain,
-        tile: TILE_128X64,
-        reason: "128 x 64 tiles are fastest up to head dim 128",
-    },
-    Rule {
-        dims: (128, 128),
-        queries: ANY_LENGTH,
-        half_sums: false,
-        rows: RowsServed::Ruled,
-        tile: TILE_128X48,
-        reason: "128 x 48 tiles leave registers for windows, rules and ragged batches",
-    },
-    Rule {
-        dims: (128, 128),
-        queries: ANY_LENGTH,
-        half_sums: false,
-        rows: RowsServed::All,
-        tile: TILE_128X32,
-        reason: "128 x 32 tiles are the largest that fit twice up to head dim 128",
-    },
-    Rule {
-        dims: (128, 128),
-        queries: ANY_LENGTH,
-        half_sums: true,
-        rows: RowsServed::All,
-        tile: TILE_128X64_NARROW,
-        reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
-    },
-    Rule {
-        rows: RowsServed::Plain,
-        tile: TILE_128X64_NARROW,
-        reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
-        ..LAST
-    },
-    Rule {
-        tile: TILE_128X32_NARROW,
-        reason: "128 x 32 tiles, 16 rows of each of eight warps, are the largest that fit",
-        ..LAST
-    },
+    rule((128, 128), 64, RowsServed::All, TILE_64X64)
+        .half_sums()
+        .because("64 x 64 tiles waste the least on up to 64 queries"),
+    rule((128, 128), 64, RowsServed::All, TILE_64X32)
+        .half_sums()
+        .because("64 x 32 tiles waste the least on up to 64 queries and fit twice"),
+    rule((64, 64), ANY_LENGTH, RowsServed::All, TILE_128X64_REGISTERS)
+        .half_sums()
+        .because("128 x 64 tiles with queries in registers are fastest up to head dim 64"),
+    rule((128, 128), ANY_LENGTH, RowsServed::Plain, TILE_128X64)
+        .because("128 x 64 tiles are fastest up to head dim 128"),
+    rule((128, 128), ANY_LENGTH, RowsServed::Ruled, TILE_128X48)
+        .because("128 x 48 tiles leave registers for windows, rules and ragged batches"),
+    rule((128, 128), ANY_LENGTH, RowsServed::All, TILE_128X32)
+        .because("128 x 32 tiles are the largest that fit twice up to head dim 128"),
+    rule((128, 128), ANY_LENGTH, RowsServed::All, TILE_128X64_NARROW)
+        .half_sums()
+        .because("128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit"),
+    rule((256, 256), ANY_LENGTH, RowsServed::Plain, TILE_128X64_NARROW)
+        .because("128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit"),
+    rule((256, 256), ANY_LENGTH, RowsServed::All, TILE_128X32_NARROW)
+        .because("128 x 32 tiles, 16 rows of each of eight warps, are the largest that fit"),
     LAST,
 ];
 
 /// The fewest key blocks of a split: fewer would not pay for writing and reading partial results.
 const LEAST_OF_A_SPLIT: u64 = 4;
 
+/// Returns the row for head dimensions of queries and of values up to `dims`, and for so many queries
+/// at most.
+const fn rule(dims: (u32, u32), queries: u64, rows: RowsServed, tile: Tile) -> Rule {
+    Rule { dims, queries, half_sums: false, rows, tile, reason: "" }
+}
+
 impl Rule {
+    const fn because(self, reason: &'static str) -> Rule {
+        Rule { reason, ..self }
+    }
+
+    const fn half_sums(self) -> Rule {
+        Rule { half_sums: true, ..self }
+    }
+
     fn configuration(
         &self,
         target: Target,
