@@ -190,6 +190,21 @@ impl Calls {
                 .with_multiprocessors(1)
                 .with(|it| it.with_mask(window)),
         );
+        // More sequences than a warp has lanes; the last query of a thread block of the last sequence
+        // alone sees a key of one more tile.
+        for (teams, left) in [(4, round + 3), (9, 5)] {
+            let mut queries = vec![1; 33];
+            queries[32] = group + 1;
+            let mut keys: Vec<usize> = (0..33).map(|index| index * 7 % 23 + 3).collect();
+            let mut padding: Vec<usize> = (0..33).map(|index| index % 4).collect();
+            (keys[32], padding[32]) = (3 * round + tile + 5, 3);
+            if !self.padded {
+                keys[32] -= 3;
+            }
+            let ragged = Ragged { padding: self.padding(&padding), ..Ragged::new(queries, keys) };
+            let call = Call::ragged(kernel, ragged.over(place), [1, 1]).with_multiprocessors(teams);
+            all.push(call.with(|it| it.with_mask(Mask::window(Some(left), Some(0)))));
+        }
         // Negative paddings, where one key more would be one tile more.
         let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
         let ragged = Ragged { padding: self.padding(&[0, 0, 3]), ..ragged };
