@@ -6,11 +6,21 @@ A tiny problem, bursts of calls shorter than the driver's queue with the device 
 median over bursts, candidates alternating. FlashAttention-3 is the PyPI wheel fa3-fwd, unpacked into
 the folder that the variable FA3 names.
 """
-import os, statistics, sys, time
+
+import os
+import statistics
+import sys
+import time
+
 import torch
 import torch.nn.functional as F
-from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention
-from flashcore import _flashcore
+from flashcore import (
+    _flashcore,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+)
 
 BURST, ROUNDS = 100, 200
 

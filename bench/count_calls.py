@@ -112,8 +112,7 @@ def count(names):
 def inside(folder, names):
     """Runs calls, counting each."""
     import torch
-    from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-    from flashcore import scaled_dot_product_attention
+    from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention
 
     counting = ctypes.CDLL(f"{folder}/counting.so")
 

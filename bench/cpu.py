@@ -30,15 +30,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--flashcore", default=str(FLASHCORE), help="the command to measure")
-    parser.add_argument("--decode", action="store_true",
-                        help="one query over a cache, through Python")
+    parser.add_argument("--decode", action="store_true", help="one query over a cache, through Python")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.decode:
         return decode(arguments)
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
-          f"{arguments.threads} threads, batch 1, {arguments.heads} heads, "
-          f"length {arguments.length}, head dim {arguments.dim}; GFLOP/s")
+    print(
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{arguments.threads} threads, batch 1, {arguments.heads} heads, "
+        f"length {arguments.length}, head dim {arguments.dim}; GFLOP/s"
+    )
     print("dtype causal  flashcore  torch  torch, heads first  ratio to the better")
     for dtype in TYPES:
         for causal in (False, True):
@@ -46,8 +47,10 @@ def main() -> None:
             length = arguments.length
             pairs = length * (length + 1) / 2 if causal else length * length
             flop = 4 * arguments.heads * arguments.dim * pairs / 1e9
-            print(f"{dtype:5} {str(causal):6} {flop / ours:10.1f} {flop / theirs[0]:6.1f} "
-                  f"{flop / theirs[1]:19.1f} {min(theirs) / ours:20.2f}")
+            print(
+                f"{dtype:5} {str(causal):6} {flop / ours:10.1f} {flop / theirs[0]:6.1f} "
+                f"{flop / theirs[1]:19.1f} {min(theirs) / ours:20.2f}"
+            )
 
 
 def decode(arguments: argparse.Namespace) -> None:
@@ -96,12 +99,24 @@ def compare(arguments: argparse.Namespace, dtype: str, causal: bool) -> tuple[fl
 
 
 def flashcore(arguments: argparse.Namespace, dtype: str, causal: bool) -> float:
-    command = [arguments.flashcore, "attend", "--backend", "cpu", "--no-check", "--json",
-               "--seq", str(arguments.length), "--heads", str(arguments.heads),
-               "--head-dim", str(arguments.dim), "--dtype", dtype]
+    command = [
+        arguments.flashcore,
+        "attend",
+        "--backend",
+        "cpu",
+        "--no-check",
+        "--json",
+        "--seq",
+        str(arguments.length),
+        "--heads",
+        str(arguments.heads),
+        "--head-dim",
+        str(arguments.dim),
+        "--dtype",
+        dtype,
+    ]
     environment = {**os.environ, "RAYON_NUM_THREADS": str(arguments.threads)}
-    answer = subprocess.run(command + ["--causal"] * causal, env=environment, check=True,
-                            capture_output=True)
+    answer = subprocess.run(command + ["--causal"] * causal, env=environment, check=True, capture_output=True)
     return json.loads(answer.stdout)["report"]["kernel_ms"] / 1e3
 
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-
 from flashcore.distributed import _attention, _prepared
+from torch.profiler import ProfilerActivity, profile
 
 
 class Alone:

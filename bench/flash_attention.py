@@ -11,15 +11,20 @@ Left out are cases with dropout, and tests of what is no part of the functions (
 an error for lengths that a GPU would have to be asked for). Cases that the functions refuse by name are
 counted.
 """
-import argparse, random, re, sys, tempfile, time
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import flashcore.compat
 import pytest
 import torch
-
-import flashcore.compat
 
 FILES = ("tests/test_flash_attn.py", "hopper/test_flash_attn.py")
 # Tests whose subject lies outside of the public functions, each with that subject.
@@ -125,7 +130,9 @@ def prepare(folder):
 def rotate(x, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotary embeddings for their reference, whose own are a Triton kernel: over (batch, length, heads,
     head dim)."""
-    positions = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1) + torch.arange(x.shape[1], device=x.device)
+    positions = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1) + torch.arange(
+        x.shape[1], device=x.device
+    )
     positions = positions.clamp(max=len(cos) - 1)
     c, s = (table[positions][:, :, None].float() for table in (cos, sin))
     columns = 2 * cos.shape[1]

@@ -11,16 +11,22 @@ built in. With --backward the gradients of queries, keys and values are timed an
 column `plain` is FlashCore's causal backward without functions, and 64 rows of the gradient of queries are judged.
 FlashAttention-4 is the wheel flash-attn-4, unpacked into the folder that the variable FA4 names.
 """
-import argparse, math, os, statistics, sys, time
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
 
 # Do not reuse what an earlier process compiled.
 os.environ["FLASHCORE_CACHE"] = "off"
 os.environ["CUDA_CACHE_DISABLE"] = "1"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
+import flashcore
 import torch
 import torch._functorch.config
-import flashcore
 from torch.nn.attention import flex_attention as theirs
 
 WARM_UP = 3
@@ -37,6 +43,7 @@ def causal(b, h, q_idx, kv_idx):
 
 def rules(batch, heads, length):
     """Each rule by its name: a mask, a score, and the same by FlashCore's name for it, if it has one."""
+
     def window(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (q_idx - kv_idx <= 1024)
 
@@ -44,11 +51,12 @@ def rules(batch, heads, length):
         return (kv_idx < 512) | (q_idx >= kv_idx)
 
     def make_documents():
-        cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(7))[:DOCUMENTS - 1].sort().values + 1
+        cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(7))[: DOCUMENTS - 1].sort().values + 1
         ids = torch.searchsorted(cuts, torch.arange(length), right=True).int().cuda()
 
         def documents(b, h, q_idx, kv_idx):
             return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
+
         return documents, None, None
 
     def softcap(score, b, h, q_idx, kv_idx):
@@ -59,6 +67,7 @@ def rules(batch, heads, length):
 
         def alibi(score, b, h, q_idx, kv_idx):
             return score - slopes[h] * (q_idx - kv_idx)
+
         return causal, alibi, dict(causal=True, alibi_slopes=slopes)
 
     def make_bias():
@@ -66,6 +75,7 @@ def rules(batch, heads, length):
 
         def bias(score, b, h, q_idx, kv_idx):
             return score + table[h, q_idx, kv_idx]
+
         return causal, bias, None
 
     return {
@@ -100,6 +110,7 @@ def peer(backend):
         compiled = torch.compile(theirs.flex_attention, dynamic=False)
         options = None if backend is None else {"BACKEND": backend}
         return lambda: compiled(q, k, v, score_mod=score, block_mask=block_mask, kernel_options=options)
+
     return make
 
 
@@ -108,11 +119,13 @@ PEERS = {"triton": peer(None), "fa4": peer("FLASH")}
 
 def backward_of(make):
     """The gradients in the place of the forward pass."""
+
     def made(q, k, v, *rule):
         given = [x.detach().requires_grad_() for x in (q, k, v)]
         out = make(*given, *rule)()
         gradient = output_gradient(out)
         return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)[0]
+
     return made
 
 
@@ -210,12 +223,15 @@ def block_masks(length):
             # Another function each time: none is known already.
             def mask(b, h, q_idx, kv_idx):
                 return (q_idx >= kv_idx) & (q_idx - kv_idx <= 1024 + turn)
+
             torch.cuda.synchronize()
             begin = time.perf_counter()
             make(mask, None, None, length, length, device="cuda")
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
-        print(f"create_block_mask at {length}, {who}: first {times[0]:.3f} ms, then {statistics.median(times[1:]):.3f} ms")
+        print(
+            f"create_block_mask at {length}, {who}: first {times[0]:.3f} ms, then {statistics.median(times[1:]):.3f} ms"
+        )
 
 
 def found_masks(length):
@@ -259,7 +275,9 @@ def main():
     torch.zeros(1, device="cuda")
     flush = torch.zeros(2, torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.float32, device="cuda")
     which = "backward" if options.backward else "forward"
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {which}, cold L2, {options.rounds} rounds")
+    print(
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {which}, cold L2, {options.rounds} rounds"
+    )
     # The first call opens the device and its libraries, which is not part of a function's cost.
     warm = [torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     flashcore.flash_attn_func(*(x.transpose(1, 2) for x in warm))
@@ -276,11 +294,17 @@ def main():
                 times, first, notes = cell(known[name], tensors, peers, options.rounds, flush, options.backward)
                 rows.append((shape, name, times, first))
                 text = ", ".join(f"{who} {times[who]:.3f} ms (first {first[who]:.2f} s)" for who in times)
-                print(f"{shape} {name}: {text}", *(f"; {who}: {note}" for who, note in notes.items()), sep="", flush=True)
+                print(
+                    f"{shape} {name}: {text}", *(f"; {who}: {note}" for who, note in notes.items()), sep="", flush=True
+                )
                 torch.cuda.empty_cache()
     plain = ["plain"] if options.backward else []
     columns = ["flashcore", "by name", *plain, *peers]
-    print(f"\n{'milliseconds':<30}" + "".join(f"{who:>11}" for who in columns) + "".join(f"{'x ' + who:>9}" for who in peers))
+    print(
+        f"\n{'milliseconds':<30}"
+        + "".join(f"{who:>11}" for who in columns)
+        + "".join(f"{'x ' + who:>9}" for who in peers)
+    )
     ratios = {who: [] for who in ("by name", *plain, *peers)}
     for shape, name, times, _ in rows:
         mine = times.get("flashcore", math.nan)

@@ -8,10 +8,13 @@ that the tensors stand for, and in brackets against float64 over the numbers bef
 and columns are those of docs/fp8.md; factors are per head unless a column says otherwise. FlashAttention-3 is
 the wheel fa3-fwd, unpacked into the folder that the variable FA3 names; without it its column is empty.
 """
-import argparse, os, sys
 
-import torch
+import argparse
+import os
+import sys
+
 import flashcore
+import torch
 
 QUERIES = 64
 
@@ -53,6 +56,7 @@ def all_e4m3(attend):
         names = ("q_descale", "k_descale", "v_descale")
         wide = [flashcore.dequantize(*pair) for pair in zip(tensors, factors)]
         return attend(*tensors, **dict(zip(names, factors))), wide
+
     return answer
 
 
@@ -62,12 +66,14 @@ def cache(per):
         q = q.bfloat16()
         found = flashcore.flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
         return found, (q, flashcore.dequantize(k8, k_descale), flashcore.dequantize(v8, v_descale))
+
     return answer
 
 
 def flash_attention_3(q, k, v, **descales):
     sys.path.insert(0, os.environ.get("FA3", "fa3"))
     import fa3_fwd_interface
+
     out = fa3_fwd_interface.flash_attn_func(q, k, v, **descales)
     return out[0] if isinstance(out, tuple) else out
 

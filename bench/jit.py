@@ -10,21 +10,33 @@ about 11 us longer for each of its calls than launches do, none of it between ke
 Both run the same kernels, those of backward with a forward pass before each chain; the share is what of their
 speed the program keeps. Candidates alternate, medians over rounds. Exits with 1 where the share is below 0.97.
 """
+
 import os
 
 # Both libraries want memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import statistics, sys, time
-import jax, jax.numpy as jnp, numpy as np, torch
+import statistics
+import sys
+import time
+
 import flashcore
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
 from flashcore import flash_attn_func
 
 CALLS, ROUNDS, LEAST = 10, 15, 0.97
 # Runs of a program in a row.
 FEW, MANY = 1, 4
 # (batch, length, heads, key heads, head dim, causal)
-SHAPES = [(2, 4096, 16, 16, 128, False), (2, 4096, 16, 16, 128, True), (2, 8192, 16, 4, 128, True), (4, 4096, 16, 16, 64, True)]
+SHAPES = [
+    (2, 4096, 16, 16, 128, False),
+    (2, 4096, 16, 16, 128, True),
+    (2, 8192, 16, 4, 128, True),
+    (4, 4096, 16, 16, 64, True),
+]
 
 
 def forwards(q, k, v, causal, calls):

@@ -7,12 +7,16 @@ bursts, candidates alternating. The cost of the switch is what a call takes long
 with 1 where that is more than 3 us. `flashcore.scaled_dot_product_attention`, which answers the same, is there to
 compare.
 """
-import statistics, sys
+
+import statistics
+import sys
+
+import flashcore
+import flashcore.torch
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-import flashcore, flashcore.torch
 from calls import cost
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROUNDS, MOST = 200, 3.0
 

@@ -11,14 +11,20 @@ holds outside of PyTorch's allocator.
 Without a GPU: what the layers above the extension cost, Python's and autograd's, with an extension that
 makes the tensors of the answer and does nothing else. The difference to a product is ours.
 """
-import statistics, time
+
+import statistics
+import time
+
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashcore import (
-    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
     scaled_dot_product_attention,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BURST, ROUNDS = 50, 100
 
@@ -48,12 +54,24 @@ def host():
     ours = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     candidates = {
         "flash_attn_func": step(ours, *three),
-        "the same, deterministic": step(lambda q, k, v: flash_attn_func(q, k, v, causal=True, deterministic=True), *three),
-        "flash_attn_qkvpacked_func": step(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), leaf(1, 64, 3, 2, 64)),
-        "flash_attn_kvpacked_func": step(lambda q, kv: flash_attn_kvpacked_func(q, kv, causal=True), three[0], leaf(1, 64, 2, 2, 64)),
-        "flash_attn_varlen_func": step(lambda q, k, v: flash_attn_varlen_func(q, k, v, starts, starts, 40, 40, causal=True), *rows),
-        "scaled_dot_product_attention": step(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), *heads_first),
-        "F.scaled_dot_product_attention": step(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads_first),
+        "the same, deterministic": step(
+            lambda q, k, v: flash_attn_func(q, k, v, causal=True, deterministic=True), *three
+        ),
+        "flash_attn_qkvpacked_func": step(
+            lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), leaf(1, 64, 3, 2, 64)
+        ),
+        "flash_attn_kvpacked_func": step(
+            lambda q, kv: flash_attn_kvpacked_func(q, kv, causal=True), three[0], leaf(1, 64, 2, 2, 64)
+        ),
+        "flash_attn_varlen_func": step(
+            lambda q, k, v: flash_attn_varlen_func(q, k, v, starts, starts, 40, 40, causal=True), *rows
+        ),
+        "scaled_dot_product_attention": step(
+            lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), *heads_first
+        ),
+        "F.scaled_dot_product_attention": step(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads_first
+        ),
         "flash_attn_func, forward alone": lambda: ours(*three),
         "a product, for the engine's share": step(lambda q, k: q * k, *three[:2]),
     }
@@ -133,7 +151,10 @@ def layers():
     lses = torch.empty(1, 2, 64)
     three = [torch.randn(1, 64, 2, 64).requires_grad_() for _ in range(3)]
     packed = torch.randn(1, 64, 3, 2, 64).requires_grad_()
-    rows, starts = [torch.randn(64, 2, 64).requires_grad_() for _ in range(3)], torch.tensor([0, 24, 64], dtype=torch.int32)
+    rows, starts = (
+        [torch.randn(64, 2, 64).requires_grad_() for _ in range(3)],
+        torch.tensor([0, 24, 64], dtype=torch.int32),
+    )
     candidates = {
         "flash_attn_func": step(lambda q, k, v: flash_attn_func(q, k, v, causal=True), *three),
         "flash_attn_func, forward alone": lambda: flash_attn_func(*three, causal=True),

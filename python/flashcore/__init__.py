@@ -19,7 +19,7 @@ import os as _os
 from typing import TYPE_CHECKING, Any, TypedDict
 
 try:
-    from . import _flashcore
+    from . import _flashcore  # noqa: F401
 except ImportError as error:
     if error.name != __name__:
         raise
@@ -552,9 +552,7 @@ def _fitted(
     return result.reshape(*leading, *result.shape[2:])
 
 
-def _masked(
-    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any, deterministic: bool
-) -> Any:
+def _masked(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any, deterministic: bool) -> Any:
     """Attention with a mask that is a tensor, or one of PyTorch's causal biases, which stand for one."""
     if _flag("is_causal", is_causal):
         raise ValueError("attn_mask was given with is_causal=True, expected one of the two")

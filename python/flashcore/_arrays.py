@@ -8,7 +8,6 @@ from typing import Any
 
 from . import _flashcore
 
-
 # The place of `out`, which few calls have.
 _OUT = 15
 
@@ -177,7 +176,9 @@ class _Exchange:
             for array, argument in zip(arrays, names):
                 name = getattr(getattr(array, "dtype", None), "name", None)
                 if name in _BITS.values() and (name != "int8" or self._e5m2):
-                    raise TypeError(f"{argument} has element type {array.dtype}, expected floating-point numbers or int32")
+                    raise TypeError(
+                        f"{argument} has element type {array.dtype}, expected floating-point numbers or int32"
+                    )
         return tuple(array if it is None else array.view(it) for array, it in zip(arrays, bits))
 
     def take(self, result: Any) -> Any:

@@ -80,7 +80,11 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
     if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
         return None
     k_cache, v_cache, k, v, q = (*caches, *rows)
-    for name, tensor, of, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache), ("q", q, "k_cache", k_cache)):
+    for name, tensor, of, cache in (
+        ("k", k, "k_cache", k_cache),
+        ("v", v, "v_cache", v_cache),
+        ("q", q, "k_cache", k_cache),
+    ):
         # Padding with zeros would hide that the head dims differ.
         if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")

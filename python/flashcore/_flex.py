@@ -261,7 +261,9 @@ class BlockMask:
             seq_lengths = (kv_indices.shape[2] * size[0], kv_indices.shape[3] * size[1])
         rows, columns = (-(-length // step) for length, step in zip(seq_lengths, size))
         if rows != kv_num_blocks.shape[2]:
-            raise ValueError(f"kv_num_blocks has {kv_num_blocks.shape[2]} rows, expected {rows} for {seq_lengths[0]} queries")
+            raise ValueError(
+                f"kv_num_blocks has {kv_num_blocks.shape[2]} rows, expected {rows} for {seq_lengths[0]} queries"
+            )
         for name, counts, indices in lists:
             _patterns.check_bounds(f"{name}_indices", indices, columns, counts)
         whole = (full_kv_num_blocks, full_kv_indices) if len(lists) > 1 else None
@@ -340,7 +342,9 @@ def create_block_mask(
     return _of_function("mask_mod", mask_mod, (B, H, Q_LEN, KV_LEN), _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE))
 
 
-def _of_function(argument: str, mask_mod: Any, sizes: tuple[Any, ...], blocks: tuple[int, int] = (128, 128)) -> BlockMask:
+def _of_function(
+    argument: str, mask_mod: Any, sizes: tuple[Any, ...], blocks: tuple[int, int] = (128, 128)
+) -> BlockMask:
     """Makes the mask of a function; errors call it by the name ``argument``."""
     B, H, queries, keys = (_size(name, size) for name, size in zip(("B", "H", "Q_LEN", "KV_LEN"), sizes))
     return BlockMask(mask_mod, B, H, (queries, keys), blocks, argument)
@@ -427,7 +431,9 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
         raise TypeError(f"attn_mask has element type {attn_mask.dtype}, expected one of {expected}")
     for name, tensor in (("query", query), ("key", key)):
         if len(shape_of(tensor) or ()) != 4:
-            raise ValueError(f"{name} is a {type(tensor)} of shape {shape_of(tensor)}, expected a tensor of 4 dimensions")
+            raise ValueError(
+                f"{name} is a {type(tensor)} of shape {shape_of(tensor)}, expected a tensor of 4 dimensions"
+            )
     scores = (*query.shape[:3], key.shape[2])
     padded = (1,) * (4 - len(shape)) + tuple(shape)
     # Sizes may be those of PyTorch's compiler, which are not found in a tuple.

@@ -27,6 +27,8 @@ _torch._library.define(
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
+
+
 def device_of(name: str, device: Any) -> Any:
     """A device, or None."""
     if device is None:

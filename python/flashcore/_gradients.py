@@ -209,9 +209,7 @@ def _by_operator(saved: tuple[Any, ...], tensors: Any, call: tuple[Any, ...], ne
     return [next(found) if need else None for need in needed]
 
 
-def run_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any
-) -> list[Any]:
+def run_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any) -> list[Any]:
     """Implements the operator ``attention_backward``: returns the needed gradients."""
     numbers, lists = nested(others[:NUMBERS]), others[NUMBERS : NUMBERS + LISTS]
     function, deterministic, needed = others[NUMBERS + LISTS :]
@@ -220,9 +218,7 @@ def run_backward(
     return _chosen(found, needed)
 
 
-def fake_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any
-) -> list[Any]:
+def fake_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *others: Any) -> list[Any]:
     """Implements ``attention_backward`` for tensors without memory."""
     lists = others[NUMBERS : NUMBERS + LISTS]
     function, _, needed = others[NUMBERS + LISTS :]

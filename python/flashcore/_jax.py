@@ -43,9 +43,7 @@ class _Call(NamedTuple):
     dtype: str
 
 
-def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: bool
-) -> Any:
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, deterministic: bool) -> Any:
     """Computes attention; returns the output, or output and log-sum-exps."""
     if len(tensors) > _OUT and tensors[_OUT] is not None:
         raise NotImplementedError("out was given inside of a transformation of JAX's, expected None")
@@ -146,7 +144,9 @@ def _run(call: _Call, target: str, *arrays: Any) -> Any:
 
 
 def _refuse_second(call: _Call, target: str, saved: Any, cotangents: Any) -> Any:
-    raise NotImplementedError("FlashCore has no second derivatives: the gradients of attention cannot be differentiated")
+    raise NotImplementedError(
+        "FlashCore has no second derivatives: the gradients of attention cannot be differentiated"
+    )
 
 
 # The calls that make up a derivative.

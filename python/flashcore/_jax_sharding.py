@@ -131,7 +131,9 @@ def _axes_along(array: Any, mesh: Mesh) -> list[Axes]:
     found = []
     for along in np.moveaxis(starts, -1, 0):
         # The distance between neighbours along each axis; major axes have the larger ones.
-        steps = {name: np.ptp(along, at).max() // max(size - 1, 1) for at, (name, size) in enumerate(mesh.shape.items())}
+        steps = {
+            name: np.ptp(along, at).max() // max(size - 1, 1) for at, (name, size) in enumerate(mesh.shape.items())
+        }
         axes = tuple(sorted((name for name in steps if steps[name]), key=steps.__getitem__, reverse=True))
         found.append(axes if len(np.unique(along)) == _count(axes, mesh.shape) else ())
     return found

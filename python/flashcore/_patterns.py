@@ -25,11 +25,15 @@ def sizes(name: str, given: Any, least: int = 1) -> tuple[int, int]:
     """Queries and keys, of a block or of all there is."""
     pair = (given, given) if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(pair) != 2 or any(not isinstance(it, int) or isinstance(it, bool) or not least <= it < 2**31 for it in pair):
-        raise ValueError(f"{name} is {shown(given)}, expected a number or one of queries and one of keys, from {least} on")
+        raise ValueError(
+            f"{name} is {shown(given)}, expected a number or one of queries and one of keys, from {least} on"
+        )
     return pair[0], pair[1]
 
 
-def of_lists(lists: tuple[Any, ...], whole: tuple[Any, ...] | None, size: tuple[int, int], columns: int, mask_mod: Any) -> Any:
+def of_lists(
+    lists: tuple[Any, ...], whole: tuple[Any, ...] | None, size: tuple[int, int], columns: int, mask_mod: Any
+) -> Any:
     """The mask of FlexAttention's lists: counts (batch, heads, rows), and indices with a dimension more. Of the first
     lists ``mask_mod`` says which pairs are seen."""
     counts, indices = lists

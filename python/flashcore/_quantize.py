@@ -57,7 +57,9 @@ def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None
     if not isinstance(per, str) or per not in _PER:
         raise ValueError(f"per={shown(per)}, expected one of {', '.join(_PER)}")
     if per == "sequence" and len(x.shape) == 3:
-        raise ValueError(f"per='sequence' needs {argument} with a dimension of the batch: (batch, length, heads, head dim)")
+        raise ValueError(
+            f"per='sequence' needs {argument} with a dimension of the batch: (batch, length, heads, head dim)"
+        )
     grouped = _float32(x).reshape((*x.shape[:-2], shared, heads // shared, x.shape[-1]))
     last = len(grouped.shape) - 1
     axes = {
@@ -151,7 +153,9 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     try:
         return result.to(dtype=dtype) if _is_torch(x) else result.astype(dtype)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"dtype={shown(dtype)} is no element type of numbers ({error}), expected one of the library of x") from None
+        raise TypeError(
+            f"dtype={shown(dtype)} is no element type of numbers ({error}), expected one of the library of x"
+        ) from None
 
 
 def _check(name: str, x: Any, kinds: Any = ()) -> None:

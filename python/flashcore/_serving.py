@@ -494,8 +494,7 @@ def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
     _check_integers("cache_batch_idx", rows)
     if len(table.shape) != 2 or len(rows.shape) != 1:
         raise ValueError(
-            f"{name} and cache_batch_idx have {len(table.shape)} and {len(rows.shape)} dimensions, expected "
-            "2 and 1"
+            f"{name} and cache_batch_idx have {len(table.shape)} and {len(rows.shape)} dimensions, expected 2 and 1"
         )
     count = table.shape[0]
     if count == 0 and rows.shape[0] > 0:
@@ -622,9 +621,7 @@ def get_scheduler_metadata(
         raise TypeError(f"batch_size is a {type(batch_size)}, expected a whole number")
     _check_integers("cache_seqlens", cache_seqlens)
     if tuple(cache_seqlens.shape) != (batch_size,):
-        raise ValueError(
-            f"cache_seqlens has shape {list(cache_seqlens.shape)}, expected [{batch_size}]"
-        )
+        raise ValueError(f"cache_seqlens has shape {list(cache_seqlens.shape)}, expected [{batch_size}]")
     return _full("batch_size", batch_size, 0, "cache_seqlens", cache_seqlens)
 
 
@@ -637,9 +634,7 @@ def _check_metadata(metadata: Any, sequences: int) -> None:
         )
 
 
-def flash_attn_combine(
-    out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
-) -> Any:
+def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None) -> Any:
     """Combines results of attention over different parts of the keys, by their log-sum-exps.
 
     Sums are in float32. The function has no gradients.

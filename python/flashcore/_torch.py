@@ -66,15 +66,9 @@ _library.define(
     "Tensor(c!)? k_descale, Tensor(d!)? v_descale, bool interleaved, bool advancing, SymInt? max_seqlen_q) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
-_library.define(
-    "combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype) -> (Tensor, Tensor)", tags=_TAGS
-)
-_library.define(
-    "combine_out(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor", tags=_TAGS
-)
-_library.define(
-    "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", tags=_TAGS
-)
+_library.define("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype) -> (Tensor, Tensor)", tags=_TAGS)
+_library.define("combine_out(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor", tags=_TAGS)
+_library.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", tags=_TAGS)
 
 
 def _call(lse: bool, q: Any, k: Any, v: Any, scale: Any, causal: Any, others: tuple[Any, ...]) -> Any:
@@ -97,7 +91,9 @@ def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     q, k, v = _gradients.parts(q, k, v)
     names = _flashcore.tensor_names(others[-2])[:3] if len(others) > 2 else ("q", "k", "v")
     if q.dtype not in (*_FLOATS, *SMALL_FLOATS):
-        raise TypeError(f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
+        raise TypeError(
+            f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits"
+        )
     for name, tensor in zip(names[1:], (k, v)):
         _check_like(name, tensor, q, names[0])
     # ``others`` begins with the scale and the causal flag, then six numbers, then ``cu_seqlens_q``.
@@ -128,9 +124,7 @@ def _append(*arguments: Any) -> Any:
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
 
 
-def _fake_append(
-    k_cache: Any, v_cache: Any, k: Any, v: Any, q: Any, cache_seqlens: Any, *others: Any
-) -> Any:
+def _fake_append(k_cache: Any, v_cache: Any, k: Any, v: Any, q: Any, cache_seqlens: Any, *others: Any) -> Any:
     if k_cache.dtype not in _SMALL and v_cache.dtype not in _SMALL:
         for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
             _check_like(name, tensor, k_cache, "k_cache")
@@ -224,9 +218,7 @@ def is_recorded(*tensors: Any) -> bool:
     return False
 
 
-def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
-) -> Any:
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool) -> Any:
     """Computes attention through PyTorch's dispatcher. A packed tensor is followed by None for each
     tensor packed into it."""
     if len(tensors) > 15:
@@ -236,9 +228,7 @@ def attend(
         result = attend(tensors, numbers, function, lse, deterministic)
         made = result[0] if lse else result
         if out.shape != made.shape or out.dtype != made.dtype:
-            raise ValueError(
-                f"out is {list(out.shape)} of {out.dtype}, expected {list(made.shape)} of {made.dtype}"
-            )
+            raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(made.shape)} of {made.dtype}")
         out.copy_(made)
         return (out, result[1]) if lse else out
     others, none, plain, _ = _gradients.PLAIN
@@ -265,9 +255,7 @@ def attend(
     return result[0] if recorded and not lse else result
 
 
-def record(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
-) -> Any:
+def record(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool) -> Any:
     """Computes attention recorded by autograd, on plain PyTorch tensors and without active modes. A
     packed tensor is followed by None for each tensor packed into it."""
     q, k, v = tensors[:3]
@@ -483,7 +471,13 @@ def refuse_odd(name: str, thing: Any) -> None:
     if not isinstance(thing, torch.Tensor):
         return
     if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
-        why = "it is nested" if thing.is_nested else "it is quantized" if thing.is_quantized else f"its layout is {thing.layout}"
+        why = (
+            "it is nested"
+            if thing.is_nested
+            else "it is quantized"
+            if thing.is_quantized
+            else f"its layout is {thing.layout}"
+        )
         raise TypeError(f"{name} cannot be read ({why}), expected a dense torch.strided tensor")
 
 
@@ -491,7 +485,9 @@ def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
     """Refuses to write to a tensor whose values are not those of its memory (negative bit, zero
     tensor)."""
     if not is_compiling() and (tensor.is_neg() or tensor._is_zerotensor()):
-        raise TypeError(f"{name} stands for other numbers than its memory has, expected one that can be written: clone it")
+        raise TypeError(
+            f"{name} stands for other numbers than its memory has, expected one that can be written: clone it"
+        )
 
 
 def is_tensor(thing: Any) -> bool:

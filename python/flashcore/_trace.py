@@ -82,7 +82,9 @@ def check_arguments(kind: str, argument: str, function: Any) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise TypeError(f"{argument} is a {type(function)} that does not say what it takes, expected a function of Python's") from None
+        raise TypeError(
+            f"{argument} is a {type(function)} that does not say what it takes, expected a function of Python's"
+        ) from None
     try:
         signature.bind(*SYMBOLS[kind])
     except TypeError as error:
@@ -212,7 +214,9 @@ def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
         return kind(_with_views(traced, item, known) for item in value)
     if kind is functools.partial:
         func, *args = _with_views(traced, (value.func, *value.args), known)
-        return functools.partial(func, *args, **{key: _with_views(traced, it, known) for key, it in value.keywords.items()})
+        return functools.partial(
+            func, *args, **{key: _with_views(traced, it, known) for key, it in value.keywords.items()}
+        )
     if kind is not types.FunctionType:
         if not _is_tensor(value) or _is_torch(value):
             return value

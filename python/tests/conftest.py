@@ -51,7 +51,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs PyTorch and an NVIDIA GPU, or a virtual one")
-    config.addinivalue_line("markers", "hardware: with a GPU, needs a real one: time, graphs, Triton, other processes, or large problems")
+    config.addinivalue_line(
+        "markers", "hardware: with a GPU, needs a real one: time, graphs, Triton, other processes, or large problems"
+    )
 
 
 def devices():

@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-
 from flashcore import flash_attn_func, flash_attn_varlen_func
 from flashcore.distributed import _attention, _prepared, context_parallel_attention, shard
 

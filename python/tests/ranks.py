@@ -165,4 +165,3 @@ def threads(work, size):
     if errors:
         raise errors[0]
     return answers
-

@@ -7,10 +7,9 @@ caller wrote it.
 import inspect
 import math
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
 
 REFUSALS = (TypeError, ValueError, NotImplementedError)
 
@@ -323,7 +322,9 @@ def test_tensors_of_pytorch_that_are_not_in_memory_are_refused():
     for odd in [q.to_sparse(), q.to("meta"), q.to(torch.float8_e4m3fnuz), q.to(torch.complex64), q.bool()]:
         with pytest.raises(REFUSALS):
             flashcore.flash_attn_func(q, odd, q)
-    with pytest.raises(TypeError, match="q has element type float8, expected float16, bfloat16, float32, float8_e4m3fn"):
+    with pytest.raises(
+        TypeError, match="q has element type float8, expected float16, bfloat16, float32, float8_e4m3fn"
+    ):
         flashcore.flash_attn_func(*[q.to(torch.float8_e4m3fnuz)] * 3)
 
 

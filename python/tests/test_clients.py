@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
-
 import flashcore.torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 SNIPPETS = re.findall(r"## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -41,7 +40,9 @@ def test_a_copy_from_the_hub_stands_beside_the_installed_package():
     x = torch.randn(2, 5, 4, 16, requires_grad=True)
     answers = []
     for package in (copy, flashcore):
-        call = torch.compile(lambda x: package.flash_attn_func(x, x, x, causal=True), backend="aot_eager", fullgraph=True)
+        call = torch.compile(
+            lambda x: package.flash_attn_func(x, x, x, causal=True), backend="aot_eager", fullgraph=True
+        )
         eager, compiled = package.flash_attn_func(x, x, x, causal=True), call(x)
         answers.append((eager, compiled, *torch.autograd.grad(eager.sum(), x), *torch.autograd.grad(compiled.sum(), x)))
     for ours, theirs in zip(*answers):

@@ -167,7 +167,9 @@ def test_the_libraries_differ_in_order_and_form_only():
     assert torch.equal(functions("FA3")["flash_attn_qkvpacked_func"](heads, num_heads_q=2), shared)
 
     rows, starts = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 5, 10], dtype=torch.int32)
-    second = functions("FA2")["flash_attn_varlen_func"](*rows, starts, starts, 5, 5, 0.0, None, True, return_attn_probs=True)
+    second = functions("FA2")["flash_attn_varlen_func"](
+        *rows, starts, starts, 5, 5, 0.0, None, True, return_attn_probs=True
+    )
     assert len(second) == 3 and second[2] is None and torch.equal(second[0].view_as(out), out)
     into = torch.empty_like(rows[0])
     forked = functions("vLLM")["flash_attn_varlen_func"](
@@ -318,7 +320,10 @@ def test_rows_of_a_table_may_be_chosen():
         assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **chosen), expected)
     for wrong in (-1, 4):
         odd = torch.tensor([3, wrong], dtype=torch.int32)
-        with pytest.raises(ValueError, match=f"cache_batch_idx has {wrong} for sequence 1, expected from 0 to below the 4 of page_table"):
+        with pytest.raises(
+            ValueError,
+            match=f"cache_batch_idx has {wrong} for sequence 1, expected from 0 to below the 4 of page_table",
+        ):
             flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, cache_batch_idx=odd)
         compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
         with pytest.raises(IndexError):

@@ -10,9 +10,8 @@ import threading
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
-
 import flashcore.torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from flashcore import _flashcore, _gradients, _torch  # noqa: E402
 
 heads_first = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -85,7 +84,12 @@ def test_everything_works_where_there_are_none():
 
 @pytest.mark.parametrize(
     "lengths, heads, causal",
-    [((5, 5, 5), (3, 3, 3), True), ((3, 7, 7), (4, 2, 2), True), ((4, 6, 6), (3, 3, 3), False), ((4, 0, 0), (3, 3, 3), False)],
+    [
+        ((5, 5, 5), (3, 3, 3), True),
+        ((3, 7, 7), (4, 2, 2), True),
+        ((4, 6, 6), (3, 3, 3), False),
+        ((4, 0, 0), (3, 3, 3), False),
+    ],
 )
 def test_pytorchs_operators_and_its_own_autograd(switched, lengths, heads, causal):
     q, k, v = tensors(*lengths, heads=heads)
@@ -154,7 +158,9 @@ def test_no_memory(switched):
     for call in (heads_first, ours.attention):
         kernels = register("flashcore")
         try:
-            with pytest.raises(torch.OutOfMemoryError, match=r"^PyTorch made no tensor of \[1048576, 4, 1048576, 16\] on the CPU"):
+            with pytest.raises(
+                torch.OutOfMemoryError, match=r"^PyTorch made no tensor of \[1048576, 4, 1048576, 16\] on the CPU"
+            ):
                 call(q, q, q)
         finally:
             kernels.remove()
@@ -283,7 +289,19 @@ def test_tensors_of_calls_that_are_refused_are_given_back(change, expected):
     numbers = {"scale": None, "chunk": 0, "softcap": 0.0, "function": "flash_attn_func"} | change
     q, slopes = torch.randn(1, 5, 2, 16), torch.ones(2)
     lists = (*(None,) * 7, slopes, *(None,) * 4)
-    rest = (numbers["scale"], False, -1, -1, numbers["chunk"], numbers["softcap"], 5, 5, *lists, numbers["function"], False)
+    rest = (
+        numbers["scale"],
+        False,
+        -1,
+        -1,
+        numbers["chunk"],
+        numbers["softcap"],
+        5,
+        5,
+        *lists,
+        numbers["function"],
+        False,
+    )
     kernels = register("flashcore")
     try:
         for operator, given in (
@@ -346,9 +364,15 @@ def calls():
         "plain": ("default", (q, k, v)),
         "scaled": ("default", (q, k, v, 0.5, True)),
         "all": ("all", (q, k, v, None, True, *window, *sinks, name, False)),
-        "ragged": ("all", (rows, rows, rows, None, True, -1, -1, 0, 0.0, 7, 7, *lists, "flash_attn_varlen_func", False)),
+        "ragged": (
+            "all",
+            (rows, rows, rows, None, True, -1, -1, 0, 0.0, 7, 7, *lists, "flash_attn_varlen_func", False),
+        ),
         "packed": ("all", (qkv, None, None, None, False, *numbers, *none, "flash_attn_qkvpacked_func", False)),
-        "half packed": ("all", (q, qkv[:, :, 1:], None, None, False, *numbers, *none, "flash_attn_kvpacked_func", False)),
+        "half packed": (
+            "all",
+            (q, qkv[:, :, 1:], None, None, False, *numbers, *none, "flash_attn_kvpacked_func", False),
+        ),
         "chunk": ("all", (q, k, v, None, False, -1, -1, -3, 0.0, None, None, *none, name, False)),
         "cap": ("all", (q, k, v, None, False, -1, -1, 0, -1.0, None, None, *none, name, False)),
         "function": ("all", (q, k, v, None, False, *numbers, *none, "flash", False)),
@@ -406,7 +430,10 @@ def test_gradients_of_our_operators(case, needed):
     q, k, v = (torch.randn(2, 3, length, 16) for length in (4, 6, 6))
     numbers, none, name, _ = _gradients.PLAIN
     cases["hidden"] = ("all", (q, k, v, None, True, *numbers, *none, "scaled_dot_product_attention", False))
-    cases["empty"] = ("all", (q, k[:, :, :0], v[:, :, :0], None, False, *numbers, *none, "scaled_dot_product_attention", False))
+    cases["empty"] = (
+        "all",
+        (q, k[:, :, :0], v[:, :, :0], None, False, *numbers, *none, "scaled_dot_product_attention", False),
+    )
     _, arguments = cases[case] if case != "shape" else cases["all"]
     given = [it is not None for it in arguments[:3]] + [arguments[19] is not None]
     needed = [need and there for need, there in zip(needed, given)]
@@ -444,7 +471,9 @@ def test_the_compiler_and_transformations():
     assert torch.equal(alone[0], ours.attention(q, k, v))
 
 
-@pytest.mark.parametrize("like", [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, ::2], lambda x: x[:, :1], lambda x: x[:0]])
+@pytest.mark.parametrize(
+    "like", [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, ::2], lambda x: x[:, :1], lambda x: x[:0]]
+)
 def test_memory_for_gradients(like):
     tensor = like(torch.randn(2, 4, 3, 16))
     (made,) = _flashcore.empty_like((tensor,))

@@ -18,6 +18,7 @@ import ranks
 from distributed_cases import VARIANTS, cases, check, starts, tensors
 from flashcore import _copies, _flashcore, flash_attn_func, flash_attn_with_kvcache
 from flashcore.distributed import (
+    _cache,
     append,
     context_parallel_attention,
     decode,
@@ -26,7 +27,6 @@ from flashcore.distributed import (
     shard,
     unshard,
 )
-from flashcore.distributed import _cache
 from flashcore.distributed._attention import Sum
 from flashcore.distributed._plan import plan as plan_of
 
@@ -119,7 +119,9 @@ def in_pages(cache, size, generator):
     """A cache in pages of so many rows, in any order, with some that nobody has; and its table."""
     batch, rows = cache.shape[:2]
     count = -(-rows // size)
-    table = torch.randperm(batch * count + 3, generator=generator, dtype=torch.int32)[: batch * count].view(batch, count)
+    table = torch.randperm(batch * count + 3, generator=generator, dtype=torch.int32)[: batch * count].view(
+        batch, count
+    )
     return torch.full((batch * count + 3, size, *cache.shape[2:]), float("nan")), table
 
 
@@ -134,7 +136,13 @@ def decoding_over_a_spread_cache(group):
     # A prompt, one position after the other, and several at once: fewer than a block, and many.
     counts = (40, 1, 1, 1, 2, 7, 1, 25)
     sinks = {"s_aux": random(heads)}
-    rules = ({}, sinks, {"window_size": (10, 0)}, {"attention_chunk": 16, **sinks}, {"attention_chunk": 7, "window_size": (5, 0)})
+    rules = (
+        {},
+        sinks,
+        {"window_size": (10, 0)},
+        {"attention_chunk": 16, **sinks},
+        {"attention_chunk": 7, "window_size": (5, 0)},
+    )
     for rules, paged in ((it, paged) for it in rules for paged in (False, True)):
         # Pages that end within a block.
         pages, table = in_pages(k_cache, 4, torch.Generator().manual_seed(rank)) if paged else (None, None)
@@ -182,11 +190,10 @@ def pytorchs_context_parallel_runs_on_our_operators(group):
     """The operators are those that ``flashcore.torch.activate`` gives to CUDA. PyTorch has no context
     parallelism on the CPU, whose attention is another operator: that of CUDA is called here by name. And its
     ranks must divide half the length."""
+    import flashcore.torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
-
-    import flashcore.torch
 
     library = torch.library.Library("aten", "IMPL")
     for name, ours in (
@@ -301,9 +308,7 @@ def test_threads_send_the_bytes_that_the_library_says():
                 found = run(transport, variant, length, given, rules, "contiguous", nodes)
                 compared = distributed_cases.whole(length, given, rules)
                 distributed_cases.compare(transport, length, found, compared, "contiguous", nodes, 2e-5)
-                plan = plan_of(
-                    4, transport.rank, (length,), batch, (left, right), variant, nodes, "contiguous", sizes
-                )
+                plan = plan_of(4, transport.rank, (length,), batch, (left, right), variant, nodes, "contiguous", sizes)
                 expected = sum(plan.distribution.sent(transport.rank))
                 if plan.nodes > 1:
                     # And log-sum-exps, which were asked for: of own heads, to the owners of rows.
@@ -348,7 +353,9 @@ def test_wrong_calls_are_refused_by_name():
     assert 'variant is "star"' in message(q, k, v, variant="star")
     assert 'order is "random"' in message(q, k, v, order="random")
     assert "2 ranks do not divide into 3 nodes" in message(q, k, v, variant="hybrid", nodes=3)
-    assert "1 heads cannot be spread over 2 ranks" in message(q[:, :, :1], k[:, :, :1], v[:, :, :1], variant="all_to_all")
+    assert "1 heads cannot be spread over 2 ranks" in message(
+        q[:, :, :1], k[:, :, :1], v[:, :, :1], variant="all_to_all"
+    )
     assert "expected (own rows, heads, head dim)" in message(q, k, v, cu_seqlens=[0, 20])
     assert "expected cumulative lengths from 0 on" in message(q[0], k[0], v[0], cu_seqlens=[0, 20, 10])
     assert "q is torch.float64" in message(q.double(), k.double(), v.double())
@@ -517,7 +524,11 @@ CACHE, ROWS, TABLE = (2, 5, 2, 16), (2, 6, 2, 16), torch.zeros(2, 2, dtype=torch
         (append, "block=0, expected one position at least", {"block": 0}),
         (append, r"k_cache has shape \[5, 2, 16\], expected", {"k_cache": torch.zeros(5, 2, 16)}),
         (append, "cache_seqlens is 3, expected a tensor of 2 lengths", {"cache_seqlens": 3}),
-        (decode, r"cache_seqlens is .* of shape \[2\], expected a tensor of 4 lengths", {"page_table": TABLE.repeat(2, 1)}),
+        (
+            decode,
+            r"cache_seqlens is .* of shape \[2\], expected a tensor of 4 lengths",
+            {"page_table": TABLE.repeat(2, 1)},
+        ),
         (decode, "page_table is .*, expected int32 of shape", {"page_table": TABLE.float()}),
         (decode, r"q has shape \[2, 0, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(2, 0, 4, 16)}),
         (decode, r"q has shape \[3, 1, 4, 16\], expected .* of 2 sequences", {"q": torch.zeros(3, 1, 4, 16)}),

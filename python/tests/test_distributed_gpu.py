@@ -109,7 +109,10 @@ def test_caches_are_as_on_the_cpu(case, paged):
         count = 32 // page
         shape, table = (batch, 32), None
         if paged:
-            shape, table = (batch * count, page), torch.arange(batch * count, dtype=torch.int32).flip(0).view(batch, count)
+            shape, table = (
+                (batch * count, page),
+                torch.arange(batch * count, dtype=torch.int32).flip(0).view(batch, count),
+            )
         made = [torch.zeros(*shape, key_heads, it).to(device, dtype) for it in (dim, value_dim)]
         return made, {"block": block, "page_table": None if table is None else table.to(device)}
 

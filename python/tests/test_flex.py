@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashcore
-from flashcore import _trace, and_masks, create_block_mask, flex_attention, or_masks, scaled_dot_product_attention
 from conftest import devices
+from flashcore import _trace, and_masks, create_block_mask, flex_attention, or_masks, scaled_dot_product_attention
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 37, 45, 16
 DEVICES = pytest.mark.parametrize("device", devices())
@@ -33,7 +33,9 @@ def expected(q, k, v, mask=None, score=None, scale=None):
     if score is not None:
         scores = everywhere(lambda *at: score(*at).double(), scores)
     if mask is not None:
-        scores = scores.masked_fill(~everywhere(lambda score, *at: torch.as_tensor(mask(*at)).to(q.device), scores), -math.inf)
+        scores = scores.masked_fill(
+            ~everywhere(lambda score, *at: torch.as_tensor(mask(*at)).to(q.device), scores), -math.inf
+        )
     lse = scores.logsumexp(-1)
     return torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp()) @ v, lse
 
@@ -77,8 +79,16 @@ def rules(device):
     tree = integers(0b1, 0b11, 0b101, 0b1011, 0b10011).repeat(8)[:QUERIES]
     keep = floats(BATCH, KEYS) > 0
     slopes = torch.exp2(-2.0 * (torch.arange(HEADS, device=device) + 1))
-    bias, shared, buckets = floats(HEADS, QUERIES, KEYS), floats(1, 1, KEYS).expand(BATCH, QUERIES, KEYS), floats(16, HEADS)
-    temperatures, warm, half = floats(HEADS).abs() + 0.5, torch.tensor(1.7, device=device), floats(BATCH, KEYS).bfloat16()
+    bias, shared, buckets = (
+        floats(HEADS, QUERIES, KEYS),
+        floats(1, 1, KEYS).expand(BATCH, QUERIES, KEYS),
+        floats(16, HEADS),
+    )
+    temperatures, warm, half = (
+        floats(HEADS).abs() + 0.5,
+        torch.tensor(1.7, device=device),
+        floats(BATCH, KEYS).bfloat16(),
+    )
     offset, window, prefix = KEYS - QUERIES, 9, 12
 
     def sliding(b, h, q_idx, kv_idx):
@@ -98,7 +108,9 @@ def rules(device):
         return (q_idx - kv_idx) % 3 == 0
 
     def speculated(b, h, q_idx, kv_idx):
-        return (kv_idx < offset) | ((tree[q_idx] >> torch.clamp(kv_idx - offset, 0, 31)) & 1 == 1) & (kv_idx < offset + 5)
+        return (kv_idx < offset) | ((tree[q_idx] >> torch.clamp(kv_idx - offset, 0, 31)) & 1 == 1) & (
+            kv_idx < offset + 5
+        )
 
     def padding(b, h, q_idx, kv_idx):
         return keep[b, kv_idx]
@@ -409,7 +421,9 @@ def sliced(score, b, h, q_idx, kv_idx):
 
 
 def too_deep(score, b, h, q_idx, kv_idx):
-    return score + torch.ones(1, 1, 1, 1, 50)[0, 0, 0, 0][kv_idx] + torch.ones(1, 1, 1, 1, 50)[b, b, b, b, kv_idx]  # here: 5 dimensions
+    return (
+        score + torch.ones(1, 1, 1, 1, 50)[0, 0, 0, 0][kv_idx] + torch.ones(1, 1, 1, 1, 50)[b, b, b, b, kv_idx]
+    )  # here: 5 dimensions
 
 
 def iterates(score, b, h, q_idx, kv_idx):
@@ -427,8 +441,20 @@ def nothing(score, b, h, q_idx, kv_idx):  # here: NoneType
 @pytest.mark.parametrize(
     "score",
     [
-        branches, chained, unknown, unknown_method, of_python, double, not_indexed, not_wholly, by_floats, sliced,
-        too_deep, iterates, truths, nothing,
+        branches,
+        chained,
+        unknown,
+        unknown_method,
+        of_python,
+        double,
+        not_indexed,
+        not_wholly,
+        by_floats,
+        sliced,
+        too_deep,
+        iterates,
+        truths,
+        nothing,
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_its_line(score):
@@ -445,7 +471,12 @@ def test_what_cannot_be_traced_is_refused_with_its_line(score):
 
 def test_other_arguments_are_refused_by_name():
     q, k, v = tensors("cpu")
-    for wrong, error in ({"Q_LEN": -3}, ValueError), ({"KV_LEN": 1.5}, TypeError), ({"B": -1}, ValueError), ({"Q_LEN": None}, TypeError):
+    for wrong, error in (
+        ({"Q_LEN": -3}, ValueError),
+        ({"KV_LEN": 1.5}, TypeError),
+        ({"B": -1}, ValueError),
+        ({"Q_LEN": None}, TypeError),
+    ):
         with pytest.raises(error, match=f"{next(iter(wrong))}="):
             create_block_mask(lambda b, h, i, j: i >= j, **{"B": None, "H": None, "Q_LEN": 16, "KV_LEN": 16, **wrong})
     with pytest.raises(NotImplementedError, match="return_aux.max_scores"):
@@ -517,8 +548,15 @@ def test_a_mask_can_be_moved(device):
 # ---- attn_mask ---------------------------------------------------------------------------------------
 
 SHAPES = [
-    (BATCH, HEADS, QUERIES, KEYS), (QUERIES, KEYS), (BATCH, 1, 1, KEYS), (1, HEADS, 1, 1), (HEADS, QUERIES, 1),
-    (BATCH, 1, QUERIES, KEYS), (KEYS,), (1, 1, 1, 1), (),
+    (BATCH, HEADS, QUERIES, KEYS),
+    (QUERIES, KEYS),
+    (BATCH, 1, 1, KEYS),
+    (1, HEADS, 1, 1),
+    (HEADS, QUERIES, 1),
+    (BATCH, 1, QUERIES, KEYS),
+    (KEYS,),
+    (1, 1, 1, 1),
+    (),
 ]
 
 
@@ -545,7 +583,9 @@ def test_a_mask_that_is_a_tensor(shape, kind, device):
 def test_functions_go_with_copies(device):
     """Head dims that no kernel has, and vectors with gaps, are served with functions as they are without."""
     generator = torch.Generator().manual_seed(4)
-    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, torch.bfloat16 if device != "cpu" else None)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(
+        device, torch.bfloat16 if device != "cpu" else None
+    )
     numbers = torch.randn(HEADS, QUERIES, KEYS, generator=generator).to(device)
     for dim, value_dim in ((20, 20), (16, 9), (8, 264)):
         given = make(BATCH, HEADS, QUERIES, dim), make(BATCH, 2, KEYS, dim), make(BATCH, 2, KEYS, value_dim)
@@ -685,7 +725,9 @@ def test_arrays_of_numpy():
         ids += numpy.arange(KEYS) % 2
     seen = numpy.tril(numpy.ones((QUERIES, KEYS), dtype=bool))
     out = scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    numpy.testing.assert_allclose(out, flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 1, QUERIES, KEYS)), atol=1e-6)
+    numpy.testing.assert_allclose(
+        out, flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 1, QUERIES, KEYS)), atol=1e-6
+    )
 
 
 @DEVICES
@@ -754,7 +796,11 @@ def test_captured_tensors_have_gradients(device, which, most, monkeypatch):
     assert [x.dtype for x in found] == [x.dtype for x in (*given, *leaves)]
     scale = max(1.0, *(x.abs().max().item() for x in truth))
     lower = any(leaf.dtype == torch.bfloat16 for leaf in leaves)
-    near([x.double() / scale for x in found], [x.double() / scale for x in truth], torch.bfloat16 if lower else given[0].dtype)
+    near(
+        [x.double() / scale for x in found],
+        [x.double() / scale for x in truth],
+        torch.bfloat16 if lower else given[0].dtype,
+    )
 
 
 def test_captured_tensors_alone_have_gradients():
@@ -1022,13 +1068,18 @@ def test_patterns_of_arrays_and_those_that_do_not_fit():
     counts, indices = (x.numpy() for x in lists_of(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), 3))
     block_mask = flashcore.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(QUERIES, KEYS))
     out = flex_attention(q, k, v, block_mask=block_mask)
-    rows = flashcore.BlockMask.from_bcsr(numpy.array([0, 1, 3, 6]), numpy.array([0, 0, 1, 0, 1, 2]), 16, (QUERIES, KEYS))
+    rows = flashcore.BlockMask.from_bcsr(
+        numpy.array([0, 1, 3, 6]), numpy.array([0, 0, 1, 0, 1, 2]), 16, (QUERIES, KEYS)
+    )
     numpy.testing.assert_array_equal(out, flex_attention(q, k, v, block_mask=rows))
     exact = expected(*tensors("cpu"), lambda b, h, i, j: i // 16 >= j // 16)[0]
     numpy.testing.assert_allclose(out, exact.numpy(), atol=2e-5)
     make = flashcore.BlockMask.from_kv_blocks
     for message, call in (
-        ("kv_indices has block 3, expected 0 to 2", lambda: make(counts, indices + 1, BLOCK_SIZE=16, seq_lengths=(48, 48))),
+        (
+            "kv_indices has block 3, expected 0 to 2",
+            lambda: make(counts, indices + 1, BLOCK_SIZE=16, seq_lengths=(48, 48)),
+        ),
         ("kv_num_blocks has 3 rows, expected 2", lambda: make(counts, indices, BLOCK_SIZE=16, seq_lengths=(32, 48))),
         ("full_kv_indices has shape", lambda: make(counts, indices, counts, indices[:, :, :2], BLOCK_SIZE=16)),
         ("BLOCK_SIZE is 0", lambda: make(counts, indices, BLOCK_SIZE=0)),

@@ -21,10 +21,9 @@ import zlib
 from decimal import Decimal
 from fractions import Fraction
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
 from flashcore import BlockMask
 from test_serving_numpy import paged, reference, starts
 
@@ -112,7 +111,10 @@ def packed_batch(dice, names):
     good = rules(dice, heads, chunks=False)
     if "qkv" in names:
         return {"qkv": dice.floats(count, queries, 3, heads, dim, dtype=dtype), **good}
-    q, kv = dice.floats(count, queries, heads, dim, dtype=dtype), dice.floats(count, keys, 2, key_heads, dim, dtype=dtype)
+    q, kv = (
+        dice.floats(count, queries, heads, dim, dtype=dtype),
+        dice.floats(count, keys, 2, key_heads, dim, dtype=dtype),
+    )
     return {"q": q, "kv": kv, **good}
 
 
@@ -429,7 +431,9 @@ def of_other_numbers(dice, array):
     if not array.size or array.dtype.kind in "OUVm":
         return array
     whole = array.dtype.kind in "iu"
-    number = dice.pick(*((-1, 0, 1, 3, 127, 2**31 - 1, -(2**31)) if whole else (math.nan, math.inf, -math.inf, 0, 1e4, 1e30)))
+    number = dice.pick(
+        *((-1, 0, 1, 3, 127, 2**31 - 1, -(2**31)) if whole else (math.nan, math.inf, -math.inf, 0, 1e4, 1e30))
+    )
     if whole and not np.iinfo(array.dtype).min <= number <= np.iinfo(array.dtype).max:
         number = 1
     with np.errstate(all="ignore"):
@@ -469,6 +473,7 @@ class Proxy:
 
 def of_pytorch(dice, tensor):
     """A tensor of PyTorch that is not simply memory, or not as simply."""
+
     def without_memory():
         tensor.untyped_storage().resize_(0)
         return tensor
@@ -505,6 +510,7 @@ def changed(dice, function, good, huge):
 
 def as_tensors(dice, given):
     """Arrays as tensors of PyTorch, where it takes them."""
+
     def tensor(array):
         if type(array) is not np.ndarray:
             return array
@@ -554,7 +560,11 @@ class Written:
 def is_number(x):
     """Whether it has numbers in memory."""
     if torch is not None and isinstance(x, torch.Tensor):
-        return x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized) and x.untyped_storage().nbytes() > 0
+        return (
+            x.layout is torch.strided
+            and not (x.is_meta or x.is_nested or x.is_quantized)
+            and x.untyped_storage().nbytes() > 0
+        )
     return type(x) is np.ndarray and x.dtype.kind in "iuf" and x.dtype.isbuiltin == 1
 
 
@@ -604,12 +614,19 @@ def batch_answer(a):
     q, k, v = heads_apart(a)
     q, k, v = (described(x, a.get(f"{name}_descale")) for name, x in zip("qkv", (q, k, v)))
     answers = [of_sequence(a, q[at], k[at], v[at], at) for at in range(len(q))]
-    return [np.stack(it) if it else np.zeros(shape) for it, shape in zip(
-        zip(*answers) if answers else ((), ()), ((0, *q.shape[1:3], v.shape[-1]), (0, q.shape[2], q.shape[1])))]
+    return [
+        np.stack(it) if it else np.zeros(shape)
+        for it, shape in zip(
+            zip(*answers) if answers else ((), ()), ((0, *q.shape[1:3], v.shape[-1]), (0, q.shape[2], q.shape[1]))
+        )
+    ]
 
 
 def ragged_answer(a):
-    if any(a.get(name) is not None for name in ("seqused_q", "seqused_k", "block_table", "k_descale", "v_descale", "q_descale")):
+    if any(
+        a.get(name) is not None
+        for name in ("seqused_q", "seqused_k", "block_table", "k_descale", "v_descale", "q_descale")
+    ):
         return None
     names = ("cu_seqlens", "cu_seqlens") if "cu_seqlens" in a else ("cu_seqlens_q", "cu_seqlens_k")
     if any(a.get(name) is None for name in names):
@@ -638,7 +655,9 @@ def cached_answer(a):
         table = np.clip(f64(table).astype(int), 0, len(k_cache) - 1)
         room = table.shape[1] * k_cache.shape[1]
         k_cache, v_cache = (x[table].reshape(len(table), room, *x.shape[2:]) for x in (k_cache, v_cache))
-    if a.get("k") is not None and len(np.unique(rows if table is None else table)) < len(rows if table is None else np.ravel(table)):
+    if a.get("k") is not None and len(np.unique(rows if table is None else table)) < len(
+        rows if table is None else np.ravel(table)
+    ):
         return None  # several write to one place
     outputs, sums = [], []
     for at in range(len(q)):
@@ -733,7 +752,11 @@ def lists_alike(found, a):
         counts, indices = (f64(a[f"{name}_{it}"]).astype(int) for it in ("num_blocks", "indices"))
         for place in np.ndindex(*counts.shape):
             for column in indices[place][: max(counts[place], 0)]:
-                there = (*place[:2], slice(place[2] * high, (place[2] + 1) * high), slice(column * wide, (column + 1) * wide))
+                there = (
+                    *place[:2],
+                    slice(place[2] * high, (place[2] + 1) * high),
+                    slice(column * wide, (column + 1) * wide),
+                )
                 seen[there] |= True if whole or inside is True else inside[there]
     assert np.array_equal(dense_mask(found), seen)
 
@@ -747,9 +770,16 @@ def rows_alike(found, a):
     seen = np.zeros(found.shape, bool)
     for row in range(len(indptr) - 1):
         for entry in range(indptr[row], indptr[row + 1]):
-            there = (0, 0, slice(row * high, (row + 1) * high), slice(indices[entry] * wide, (indices[entry] + 1) * wide))
+            there = (
+                0,
+                0,
+                slice(row * high, (row + 1) * high),
+                slice(indices[entry] * wide, (indices[entry] + 1) * wide),
+            )
             # Of two entries for one block the last counts.
-            seen[there] = True if a.get("mask") is None else f64(a["mask"])[entry][: seen[there].shape[0], : seen[there].shape[1]]
+            seen[there] = (
+                True if a.get("mask") is None else f64(a["mask"])[entry][: seen[there].shape[0], : seen[there].shape[1]]
+            )
     assert np.array_equal(dense_mask(found), seen)
 
 
@@ -761,7 +791,9 @@ def eight_bits_alike(found, a):
     shared = a.get("per") == "token" and a.get("kv_heads") is not None
     if np.isfinite(x).all() and not shared:
         largest = np.abs(x).max(initial=0)
-        steps = {"int8": 254, "float8_e4m3fn": 16, "float8_e5m2": 8}[re.findall(r"int8|float8_e\dm\d\w*", str(small.dtype))[0]]
+        steps = {"int8": 254, "float8_e4m3fn": 16, "float8_e5m2": 8}[
+            re.findall(r"int8|float8_e\dm\d\w*", str(small.dtype))[0]
+        ]
         assert np.abs(f64(flashcore.dequantize(small, descale)) - x).max(initial=0) <= 1.01 * largest / steps + 1e-11
 
 
@@ -787,6 +819,7 @@ UNUSED = ("scheduler_metadata", "fa_version", "kernel_options", "out")
 
 def checked(answer, lse=(), none=False, skip=""):
     """A check of attention: results of the right shape, and near the answer where there is one to be near."""
+
     def check(found, a):
         if a.get(skip) is not None:
             return
@@ -864,6 +897,7 @@ def root(array):
 
 def shown(given):
     """Arguments in a few words each."""
+
     def words(value):
         try:
             strides = getattr(value, "strides", None) or value.stride()
@@ -890,7 +924,9 @@ def attempt(target, number):
     for name in set(given) & {"k_cache", "v_cache"}:
         # What is written there is looked at as it was.
         meant[name] = Written(given[name]) if is_number(given[name]) else given[name]
-    if target == "create_mask" and any(isinstance(it, (int, np.integer, np.ndarray)) and np.size(it) == 1 and it > 1000 for it in given.values()):
+    if target == "create_mask" and any(
+        isinstance(it, (int, np.integer, np.ndarray)) and np.size(it) == 1 and it > 1000 for it in given.values()
+    ):
         return False  # as large as it was asked for
     here = f"{target}, draw {number}: {shown(given)}; changed: {names}"
     began = time.perf_counter()
@@ -995,7 +1031,12 @@ def test_tensors_that_do_not_lie_step_by_step_are_named(kind):
         "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 3, torch.qint8),
         "nested": lambda x: torch.nested.nested_tensor(list(x)),
     }[kind]
-    x, qkv, parts, sums = torch.ones(2, 4, 2, 16), torch.ones(2, 4, 3, 2, 16), torch.ones(2, 1, 4, 2, 16), torch.ones(2, 1, 4, 2)
+    x, qkv, parts, sums = (
+        torch.ones(2, 4, 2, 16),
+        torch.ones(2, 4, 3, 2, 16),
+        torch.ones(2, 1, 4, 2, 16),
+        torch.ones(2, 1, 4, 2),
+    )
     calls = [
         ("k", lambda: flashcore.flash_attn_func(x, make(x), x)),
         # A subclass, whose calls go to PyTorch's dispatcher.
@@ -1026,7 +1067,9 @@ def test_packed_tensors_and_their_lists_have_the_names_of_the_call():
     with pytest.raises(ValueError, match="cu_seqlens gives sequence 0 5 queries, expected at most max_seqlen=3"):
         call(qkv, starts, 3)
     # Beyond the rows that there are, whatever max_seqlen is: it is cut to them.
-    with pytest.raises(ValueError, match=f"cu_seqlens ends at {len(qkv) + 1}, expected at most the {len(qkv)} rows of qkv"):
+    with pytest.raises(
+        ValueError, match=f"cu_seqlens ends at {len(qkv) + 1}, expected at most the {len(qkv)} rows of qkv"
+    ):
         call(qkv, np.array([0, len(qkv) + 1], np.int32), len(qkv) + 1)
     with pytest.raises(TypeError, match="qkv is a .*memoryview.* expected a tensor"):
         flashcore.flash_attn_qkvpacked_func(memoryview(floats(1, 5, 3, 2, 16)))
@@ -1065,7 +1108,11 @@ def test_what_is_written_is_a_place_for_each_element(dim):
     overlapping = torch.zeros(4 * cache.numel()).as_strided(cache.shape, (16 * dim, 2 * dim, dim // 2, 1))
     with pytest.raises(ValueError, match="v_cache has elements that share memory"):
         flashcore.flash_attn_with_kvcache(rows, cache, overlapping, rows, rows, cache_seqlens=2)
-    for apart in (torch.zeros(2, *cache.shape).unbind(0)[1], cache.transpose(1, 2).contiguous().transpose(1, 2), cache[:, ::2]):
+    for apart in (
+        torch.zeros(2, *cache.shape).unbind(0)[1],
+        cache.transpose(1, 2).contiguous().transpose(1, 2),
+        cache[:, ::2],
+    ):
         flashcore.flash_attn_with_kvcache(rows, apart.clone(), apart, rows, rows, cache_seqlens=2)
         assert torch.equal(apart[:, 2], rows[:, 0])
     for odd in (torch._neg_view(cache), torch._efficientzerotensor(cache.shape)):
@@ -1111,7 +1158,12 @@ def test_functions_and_sizes_of_masks_are_named():
     for name, odd in (("kv_indices", indices * 1j), ("mask_mod", 3), ("seq_lengths", (8, -4)), ("kv_num_blocks", 1)):
         with pytest.raises((TypeError, ValueError), match=f"^{name}"):
             BlockMask.from_kv_blocks(**{**good, name: odd})
-    good = {"indptr": counts[0, 0].cumsum() * 0, "indices": indices[0, 0, :0, 0], "block_size": 4, "seq_lengths": (4, 4)}
+    good = {
+        "indptr": counts[0, 0].cumsum() * 0,
+        "indices": indices[0, 0, :0, 0],
+        "block_size": 4,
+        "seq_lengths": (4, 4),
+    }
     BlockMask.from_bcsr(**good)
     for name, odd in (("indptr", good["indptr"] + 1), ("indices", False), ("mask", False), ("seq_lengths", 1.5)):
         with pytest.raises((TypeError, ValueError), match=f"^{name}"):

@@ -131,7 +131,12 @@ class Case:
 
     def plain(self, leaves, dtype):
         """The same by the plain algorithm in a precision, and the log-sum-exps of each sequence."""
-        names = {"window_size": "window", "attention_chunk": "chunk", "alibi_slopes": "slopes", "softmax_scale": "scale"}
+        names = {
+            "window_size": "window",
+            "attention_chunk": "chunk",
+            "alibi_slopes": "slopes",
+            "softmax_scale": "scale",
+        }
         rules = {names.get(name, name): value for name, value in self.rules.items() if name != "s_aux"}
         q, k, v, *sinks = leaves
         outputs, sums, mine, theirs = [], [], 0, 0
@@ -178,7 +183,9 @@ class Case:
     def judge(self, dout, found, dlse=None):
         exact = self.gradients(dout, torch.float64, dlse)
         rough = self.gradients(dout, None, dlse)
-        for name, leaf, *four in zip(("q", "k", "v", "sinks"), self.leaves, found, exact, rough, self.saved_noise(dout)):
+        for name, leaf, *four in zip(
+            ("q", "k", "v", "sinks"), self.leaves, found, exact, rough, self.saved_noise(dout)
+        ):
             assert_close(name, leaf, *four)
         return found
 
@@ -335,7 +342,9 @@ def random_cases(seed, count, device):
         on_gpu = device == "cuda"
         mask = numbers.choice([*MASKS, {"attention_chunk": 40, "causal": True}])
         rules = {**mask, **numbers.choice(SCORES)}
-        dim, value_dim = numbers.choice([(64, None), (128, None)]) if on_gpu else numbers.choice([(16, None), (24, 8), (64, 32)])
+        dim, value_dim = (
+            numbers.choice([(64, None), (128, None)]) if on_gpu else numbers.choice([(16, None), (24, 8), (64, 32)])
+        )
         dtype = torch.bfloat16 if on_gpu else numbers.choice([torch.float32, torch.float16, torch.bfloat16])
         if numbers.random() < 0.2:
             rules = {"causal": numbers.random() < 0.5}
@@ -434,7 +443,10 @@ def test_packed_gradients_are_written_into_one_tensor(device, monkeypatch):
     flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
     assert written.pop() == [gradient.data_ptr() for gradient in qkv.grad.unbind(2)]
     assert qkv.grad.is_contiguous()
-    q, kv = random(2, 40, 4, 64, device=device).requires_grad_(), random(2, 50, 2, 2, 64, device=device).requires_grad_()
+    q, kv = (
+        random(2, 40, 4, 64, device=device).requires_grad_(),
+        random(2, 50, 2, 2, 64, device=device).requires_grad_(),
+    )
     flash_attn_kvpacked_func(q, kv).sum().backward()
     assert written.pop() == [gradient.data_ptr() for gradient in (q.grad, *kv.grad.unbind(2))]
 
@@ -446,7 +458,9 @@ def test_gradients_of_log_sum_exps(function, rules, device):
     """Also where rows see no key: without sinks theirs are minus infinity, whatever the inputs are."""
     if not MISSING.get(function, set()).isdisjoint(rules):
         pytest.skip("the function has no such argument")
-    queries, keys = ((3, 0, 70, 1, 40), (9, 4, 50, 0, 97)) if function == "flash_attn_varlen_func" else ((70, 70), (57, 57))
+    queries, keys = (
+        ((3, 0, 70, 1, 40), (9, 4, 50, 0, 97)) if function == "flash_attn_varlen_func" else ((70, 70), (57, 57))
+    )
     Case(function, device, torch.bfloat16, queries, keys, dim=64, rules=rules).check_with_lse()
 
 
@@ -480,7 +494,9 @@ def test_log_sum_exps_of_rows_without_keys(device):
     assert torch.equal(hidden, sinks.detach()[None, :, None].expand_as(hidden))
     (found,) = torch.autograd.grad(hidden.sum(), sinks)
     assert torch.equal(found, torch.full_like(sinks, 4.0))
-    with pytest.raises(NotImplementedError, match="s_aux has no gradient by way of log-sum-exps where there are no keys"):
+    with pytest.raises(
+        NotImplementedError, match="s_aux has no gradient by way of log-sum-exps where there are no keys"
+    ):
         call(0)[1].sum().backward()
     call(0)[0].sum().backward()
     assert not sinks.grad.any()
@@ -653,7 +669,9 @@ def test_compiled_gradients_of_packed_tensors_are_one_operator(device):
     from torch._dynamo.backends.common import aot_autograd
 
     qkv = random(2, 24, 3, 2, 64, device=device).requires_grad_()
-    call = torch.compile(lambda x: flash_attn_qkvpacked_func(x, causal=True), fullgraph=True, backend=aot_autograd(fw_compiler=look))
+    call = torch.compile(
+        lambda x: flash_attn_qkvpacked_func(x, causal=True), fullgraph=True, backend=aot_autograd(fw_compiler=look)
+    )
     call(qkv).sum().backward()
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     targets = [node.target for node in nodes]
@@ -711,8 +729,13 @@ def test_saved_tensors_and_hooks(device):
 def test_autocast(dtype, device):
     """What is float32 becomes what autocast chooses, as in PyTorch's attention; weights stay float32."""
     torch._dynamo.reset()  # what others compiled counts towards its limit
-    q, k, v = (random(1, 2, 30, 64, device=device, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
-    for ours in (scaled_dot_product_attention, torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")):
+    q, k, v = (
+        random(1, 2, 30, 64, device=device, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3)
+    )
+    for ours in (
+        scaled_dot_product_attention,
+        torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager"),
+    ):
         for given in ((q, k, v), (q, k.to(dtype), v)):
             with torch.autocast(device, dtype):
                 output = ours(*given, is_causal=True)
@@ -783,7 +806,9 @@ def test_forward_mode_is_refused(device):
         "query": lambda x: scaled_dot_product_attention(x, k, v),
         "attn_mask": lambda x: scaled_dot_product_attention(q, k, v, x[0, :, :1, :2].float()),
         "k_cache": lambda x: flash_attn_with_kvcache(q[:, :1], x, v),
-        "k": lambda x: flash_attn_with_kvcache(q[:, :1], k.clone(), v.clone(), x[:, :1], v[:, :1], cache_seqlens=lengths),
+        "k": lambda x: flash_attn_with_kvcache(
+            q[:, :1], k.clone(), v.clone(), x[:, :1], v[:, :1], cache_seqlens=lengths
+        ),
         "out_partial": lambda x: flash_attn_combine(x[None], lse.mT[None].contiguous()),
         "out_b": lambda x: flash_attn_merge(q, lse, x, lse),
     }
@@ -883,18 +908,27 @@ def test_caches_have_no_gradients(device):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout_is_refused_with_the_reason(function, device):
     x = random(1, 16, 2, 64, device=device).requires_grad_()
-    given = {"flash_attn_qkvpacked_func": [torch.stack([x] * 3, 2)], "flash_attn_kvpacked_func": [x, torch.stack([x] * 2, 2)]}
+    given = {
+        "flash_attn_qkvpacked_func": [torch.stack([x] * 3, 2)],
+        "flash_attn_kvpacked_func": [x, torch.stack([x] * 2, 2)],
+    }
     rest = ()
     if function == "flash_attn_varlen_func":
         given[function], rest = [x[0]] * 3, (*[starts((16,), device)] * 2, 16, 16)
-    with pytest.raises(NotImplementedError, match="dropout_p=0.1 is not supported yet, expected 0.0: which probabilities"):
+    with pytest.raises(
+        NotImplementedError, match="dropout_p=0.1 is not supported yet, expected 0.0: which probabilities"
+    ):
         FUNCTIONS[function](*given.get(function, [x] * 3), *rest, dropout_p=0.1)
 
 
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (lambda q, k, v: (q.double(), k.double(), v.double()), TypeError, "q has element type float64, expected float16"),
+        (
+            lambda q, k, v: (q.double(), k.double(), v.double()),
+            TypeError,
+            "q has element type float64, expected float16",
+        ),
         (lambda q, k, v: (q, k.half(), v), TypeError, "k has element type f16, expected bf16 like q"),
         (lambda q, k, v: (q[0], k, v), ValueError, "q has 3 dimensions, expected 4"),
         (lambda q, k, v: (q, k[:, :9], v), ValueError, "v has shape .* expected"),

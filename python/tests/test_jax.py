@@ -8,9 +8,8 @@ import pytest
 
 np = pytest.importorskip("numpy")
 jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-
 import flashcore  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
 
 CPU = jax.devices("cpu")[0]
@@ -215,7 +214,9 @@ def test_parts_are_combined_outside_of_transformations():
     outs, lses = random((2, 1, 5, 2, 16), (2, 1, 5, 2))
     turned = lses.swapaxes(2, 3)
     flashcore.flash_attn_combine(outs, lses), flashcore.flash_attn_merge(outs[0], turned[0], outs[1], turned[1])
-    with pytest.raises(NotImplementedError, match="flash_attn_combine is not supported inside of JAX's transformations"):
+    with pytest.raises(
+        NotImplementedError, match="flash_attn_combine is not supported inside of JAX's transformations"
+    ):
         jax.jit(flashcore.flash_attn_combine)(outs, lses)
     with pytest.raises(NotImplementedError, match="flash_attn_merge is not supported inside of JAX's transformations"):
         jax.jit(flashcore.flash_attn_merge)(outs[0], turned[0], outs[1], turned[1])

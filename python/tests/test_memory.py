@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from flashcore import (
     _flashcore,
     flash_attn_combine,

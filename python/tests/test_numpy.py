@@ -2,10 +2,9 @@
 
 import math
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
 from flashcore import (
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -2,11 +2,17 @@
 
 import doctest
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
-from flashcore import dequantize, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, quantize, quantize_kv
+from flashcore import (
+    dequantize,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    quantize,
+    quantize_kv,
+)
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -201,7 +207,9 @@ def test_factors_of_a_head_are_finite_and_above_zero():
         with pytest.raises(ValueError, match="k_descale is .* at batch 0, head 1, expected a finite number"):
             flash_attn_func(q, k8, v8, k_descale=wrong, v_descale=v_descale)
         with pytest.raises(ValueError, match="v_descale has .* for sequence 0 and head 1, expected a finite number"):
-            flash_attn_with_kvcache(q, k8, v8, q, q, cache_seqlens=np.array([0], np.int32), k_descale=k_descale, v_descale=wrong)
+            flash_attn_with_kvcache(
+                q, k8, v8, q, q, cache_seqlens=np.array([0], np.int32), k_descale=k_descale, v_descale=wrong
+            )
 
 
 def test_nan_bytes_propagate():
@@ -279,9 +287,7 @@ class TestTorch:
             for found, it in zip((k_cache, v_cache), expected):
                 assert torch.equal(found.view(torch.uint8), it.view(torch.uint8))
             wide = [dequantize(it, descale) for it in expected]
-            reference = flash_attn_with_kvcache(
-                dequantize(q, q_descale), *wide, cache_seqlens=lengths + 3, causal=True
-            )
+            reference = flash_attn_with_kvcache(dequantize(q, q_descale), *wide, cache_seqlens=lengths + 3, causal=True)
             assert torch.allclose(out.float(), reference, atol=1e-2)
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -318,7 +324,11 @@ class TestTorch:
         q, cache = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fn) for rows in (1, 12))
         factors = torch.ones(2)
         for wrong, error, said in [
-            ({"q_descale": torch.ones(3)}, ValueError, r"q_descale has shape \[3\], expected \[\] or \[2\] or \[2, 2\]"),
+            (
+                {"q_descale": torch.ones(3)},
+                ValueError,
+                r"q_descale has shape \[3\], expected \[\] or \[2\] or \[2, 2\]",
+            ),
             ({"q_descale": factors, "k_descale": torch.ones(3)}, ValueError, r"k_descale has shape \[3\]"),
             ({"q_descale": "x", "k_descale": factors}, TypeError, "q_descale is a .*str"),
             ({"q_descale": factors.half()}, TypeError, "q_descale has element type torch.float16, expected float32"),
@@ -331,7 +341,9 @@ class TestTorch:
         q = torch.zeros(1, 4, 2, 16, requires_grad=True)
         k8, v8, k_descale, v_descale = quantize_kv(q.detach(), q.detach())
         output = flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
-        with pytest.raises(NotImplementedError, match="k has element type torch.float8_e4m3fn with tensors that require"):
+        with pytest.raises(
+            NotImplementedError, match="k has element type torch.float8_e4m3fn with tensors that require"
+        ):
             output.sum().backward()
         with pytest.raises(TypeError, match="q has element type int8"):
             flash_attn_func(k8.to(torch.int8), k8, v8)

@@ -1,10 +1,9 @@
 """``scaled_dot_product_attention`` beside PyTorch's function of that name: leading dimensions, causal biases, and
 ``torch.vmap`` with masks."""
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
 from flashcore import scaled_dot_product_attention
 
 torch = pytest.importorskip("torch")
@@ -65,12 +64,17 @@ def check_leading(call, q, k, v, shared):
 @pytest.mark.parametrize("additive", [False, True])
 def test_masks_of_any_leading_dimensions(leading, additive):
     q, k, v = (random(*leading, length, 16, seed=length) for length in (5, 7, 7))
-    masked = {(*leading[at:], 5, 7) for at in range(len(leading) + 1)} | {(*(1,) * len(leading), 5, 7), (*leading[:-1], *(1,) * len(leading[-1:]), 1, 7)}
+    masked = {(*leading[at:], 5, 7) for at in range(len(leading) + 1)} | {
+        (*(1,) * len(leading), 5, 7),
+        (*leading[:-1], *(1,) * len(leading[-1:]), 1, 7),
+    }
     for shape in masked:
         mask = random(*shape, seed=3)
         mask = mask if additive else mask > -0.7
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, atol=1e-5, rtol=1e-5
+        )
     with pytest.raises(ValueError, match="attn_mask has shape"):
         scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(*(1,) * len(leading), 9, 1, 5, 7))
 
@@ -101,7 +105,10 @@ def test_leading_dimensions_that_do_not_fit_are_refused():
 @pytest.mark.filterwarnings("ignore:head dim", "ignore:Lower right causal bias")
 def test_causal_biases_stand_for_their_masks(bias, queries, keys, dim):
     """Such a bias is a tensor whose memory says nothing."""
-    q, k, v = (random(2, heads, length, dim, seed=heads).requires_grad_() for heads, length in ((4, queries), (2, keys), (2, keys)))
+    q, k, v = (
+        random(2, heads, length, dim, seed=heads).requires_grad_()
+        for heads, length in ((4, queries), (2, keys), (2, keys))
+    )
     seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if bias is causal_lower_right else 0)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     output = scaled_dot_product_attention(q, k, v, attn_mask=bias(queries, keys), enable_gqa=True)
@@ -111,13 +118,16 @@ def test_causal_biases_stand_for_their_masks(bias, queries, keys, dim):
     flat = scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], attn_mask=bias(queries, keys))
     torch.testing.assert_close(flat, output[0, 0], atol=1e-5, rtol=1e-5)
 
+
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 def test_causal_biases_can_be_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     q, k = random(1, 2, 3, 16), random(1, 2, 7, 16)
     for bias in (causal_lower_right, causal_upper_left):
-        assert torch.equal(compiled(q, k, k, attn_mask=bias(3, 7)), scaled_dot_product_attention(q, k, k, attn_mask=bias(3, 7)))
+        assert torch.equal(
+            compiled(q, k, k, attn_mask=bias(3, 7)), scaled_dot_product_attention(q, k, k, attn_mask=bias(3, 7))
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")

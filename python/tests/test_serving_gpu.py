@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from flashcore import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from test_gpu import NAP, Foreign
-from test_serving_torch import Decoder, angles, check, decoder, ints, plain, random, starts, rotated
+from test_serving_torch import angles, check, decoder, ints, random, rotated, starts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
@@ -246,7 +246,9 @@ def test_large_batches():
     queries = [(at * 131) % 700 for at in range(40)]
     cu = starts(queries, "cuda")
     q, k, v = (random(sum(queries), heads, 128, device="cuda", seed=heads) for heads in (8, 2, 2))
-    output, lse = flash_attn_varlen_func(q, k, v, cu, cu, max(queries), max(queries), causal=True, return_softmax_lse=True)
+    output, lse = flash_attn_varlen_func(
+        q, k, v, cu, cu, max(queries), max(queries), causal=True, return_softmax_lse=True
+    )
     for at in (1, 17, 39):
         mine = slice(sum(queries[:at]), sum(queries[: at + 1]))
         check(output[mine], lse[:, mine], q[mine], k[mine], v[mine], causal=True)

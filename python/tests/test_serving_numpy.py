@@ -2,10 +2,9 @@
 
 import math
 
+import flashcore
 import numpy as np
 import pytest
-
-import flashcore
 from flashcore import (
     flash_attn_combine,
     flash_attn_func,
@@ -192,7 +191,13 @@ def test_a_cache_with_entries_and_padding():
         expected, sums = reference(q[at], k_cache[mine], v_cache[mine], causal=True)
         assert close(output[at], expected) and close(lse[at], sums)
         chunked = flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=entries, cache_leftpad=padding, attention_chunk=5
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=lengths,
+            cache_batch_idx=entries,
+            cache_leftpad=padding,
+            attention_chunk=5,
         )
         assert close(chunked[at], reference(q[at], k_cache[mine], v_cache[mine], chunk=5)[0])
     whole = flash_attn_with_kvcache(q, k_cache[:3], v_cache[:3])
@@ -290,7 +295,9 @@ def test_bfloat16():
 
 def test_parts_put_together():
     q, k, v = random(2, 5, 4, 16), random(2, 30, 2, 16, seed=1), random(2, 30, 2, 16, seed=2)
-    parts = [flash_attn_func(q, k[:, s], v[:, s], return_attn_probs=True) for s in (slice(0, 7), slice(7, 7), slice(7, 30))]
+    parts = [
+        flash_attn_func(q, k[:, s], v[:, s], return_attn_probs=True) for s in (slice(0, 7), slice(7, 7), slice(7, 30))
+    ]
     whole, sums, _ = flash_attn_func(q, k, v, return_attn_probs=True)
     outputs = np.stack([output for output, _, _ in parts])
     outputs[1] = np.nan  # It saw no key.

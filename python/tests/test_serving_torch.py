@@ -152,7 +152,16 @@ def test_sequences_that_use_less_than_their_place(device):
     k, v = (random(200, 2, 64, device=device, seed=seed) for seed in (1, 2))
     used = ints((35, 80), device), ints((90, 5), device)
     output, lse = flash_attn_varlen_func(
-        q, k, v, starts((40, 80), device), starts((90, 110), device), 80, 110, *used, causal=True, return_softmax_lse=True
+        q,
+        k,
+        v,
+        starts((40, 80), device),
+        starts((90, 110), device),
+        80,
+        110,
+        *used,
+        causal=True,
+        return_softmax_lse=True,
     )
     check(output[:35], lse[:, :35], q[:35], k[:90], v[:90], causal=True)
     check(output[40:], lse[:, 40:], q[40:], k[90:95], v[90:95], causal=True)
@@ -257,9 +266,7 @@ def angles(positions, half, device, dtype=torch.bfloat16):
 def test_appending_with_rotary_embeddings(pages, packed, causal, interleaved, device):
     cosines, sines = angles(256, 16, device)
     lengths, added = (50, 0, 130), (3, 1, 20) if packed else (4, 4, 4)
-    old_keys, old_values = (
-        [random(160, 2, 64, device=device, seed=seed + at) for at in range(3)] for seed in (10, 20)
-    )
+    old_keys, old_values = ([random(160, 2, 64, device=device, seed=seed + at) for at in range(3)] for seed in (10, 20))
     total = sum(added)
     new_keys, new_values = (random(total, 2, 64, device=device, seed=seed) for seed in (1, 2))
     q = random(total, 4, 64, device=device, seed=3)
@@ -441,15 +448,22 @@ def test_compile_in_one_graph(device):
         assert a.any() and (a.float() - b.float()).abs().max().item() < 6e-2
     # By themselves they are bitwise the same.
     q, cu = random(20, 4, 64, device=device), starts((5, 15), device)
-    ragged = lambda q, cu, most: flash_attn_varlen_func(q, q, q, cu, cu, most, most, causal=True, return_softmax_lse=True)
+    ragged = lambda q, cu, most: flash_attn_varlen_func(
+        q, q, q, cu, cu, most, most, causal=True, return_softmax_lse=True
+    )
     for found, expected in zip(torch.compile(ragged, fullgraph=True, backend=backend)(q, cu, 15), ragged(q, cu, 15)):
         assert torch.equal(found, expected)
     soft = lambda q: flash_attn_func(q, q, q, window_size=(7, 0), softcap=3.0, attention_chunk=5)
     assert torch.equal(torch.compile(soft, fullgraph=True, backend=backend)(q[None]), soft(q[None]))
     whole = lambda q, cache: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9)
     cache = random(2, 16, 2, 64, device=device)
-    assert torch.equal(torch.compile(whole, fullgraph=True, backend=backend)(cache[:, :1], cache), whole(cache[:, :1], cache))
-    parts = random(3, 1, 4, 2, 64, device=device, dtype=torch.float32), random(3, 1, 4, 2, device=device, dtype=torch.float32)
+    assert torch.equal(
+        torch.compile(whole, fullgraph=True, backend=backend)(cache[:, :1], cache), whole(cache[:, :1], cache)
+    )
+    parts = (
+        random(3, 1, 4, 2, 64, device=device, dtype=torch.float32),
+        random(3, 1, 4, 2, device=device, dtype=torch.float32),
+    )
 
     def together(outputs, lses, out):
         first = flash_attn_combine(outputs, lses, out_dtype=torch.bfloat16)
@@ -473,7 +487,25 @@ def test_the_operators_keep_pytorchs_rules(device):
     for tables in ((None, None), (cosines, sines)):
         torch.library.opcheck(
             operators.append.default,
-            (k_cache, v_cache, new, new, q, lengths, None, None, None, table, *tables, None, None, None, True, True, None),
+            (
+                k_cache,
+                v_cache,
+                new,
+                new,
+                q,
+                lengths,
+                None,
+                None,
+                None,
+                table,
+                *tables,
+                None,
+                None,
+                None,
+                True,
+                True,
+                None,
+            ),
         )
     outputs = random(3, 1, 4, 2, 64, device=device, dtype=torch.float32)
     lses = random(3, 1, 4, 2, device=device, dtype=torch.float32)
@@ -588,9 +620,7 @@ def test_bits_do_not_depend_on_the_batch(device, heads, dim, window):
     q, k, v = (random(length, count, dim, device=device, seed=count) for count in (heads[0], heads[1], heads[1]))
     k = k * torch.linspace(0.5, 2, length, device=device)[:, None, None].to(k.dtype)
     ends = starts([length], device)
-    whole, sums = flash_attn_varlen_func(
-        q, k, v, ends, ends, length, length, return_attn_probs=True, **rules
-    )
+    whole, sums = flash_attn_varlen_func(q, k, v, ends, ends, length, length, return_attn_probs=True, **rules)
 
     # Two chunks of the same prompt in one call, with another between them.
     chunks = [(0, 130), (250, 251), (130, 300)]
@@ -620,8 +650,12 @@ def test_bits_do_not_depend_on_the_batch(device, heads, dim, window):
         for rows in (range(5), [0], [3, 1]):
             rows = [row for row in rows if last[row] >= count]
             found, found_sums = flash_attn_with_kvcache(
-                drafts[rows], *caches, cache_seqlens=lens[rows], page_table=table[rows],
-                return_softmax_lse=True, **rules,
+                drafts[rows],
+                *caches,
+                cache_seqlens=lens[rows],
+                page_table=table[rows],
+                return_softmax_lse=True,
+                **rules,
             )
             for row, part, part_sums in zip(rows, found, found_sums):
                 assert torch.equal(part, whole[last[row] - count : last[row]])

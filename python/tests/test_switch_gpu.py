@@ -11,10 +11,9 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
+import flashcore.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
-import flashcore.torch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 GRID = itertools.product(
@@ -99,7 +98,9 @@ def test_a_sample_of_pytorchs_grid(case, switched):
 
 def test_what_is_built_on_it(switched):
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.TransformerEncoderLayer(
+        128, 4, 256, dropout=0.0, batch_first=True, device="cuda", dtype=torch.bfloat16
+    )
     x = torch.randn(2, 50, 128, device="cuda", dtype=torch.bfloat16)
     out = layer(x)
     out.sum().backward()
@@ -153,10 +154,14 @@ def test_errors_in_autograds_threads(switched):
         q.data = q.data[..., :32]
         with pytest.raises(ValueError, match="key has shape"):
             out.sum().backward()
-    compare([laid((1, 2, 16, 64), torch.bfloat16, "whole") for _ in range(3)], False, None, F.scaled_dot_product_attention)
+    compare(
+        [laid((1, 2, 16, 64), torch.bfloat16, "whole") for _ in range(3)], False, None, F.scaled_dot_product_attention
+    )
 
 
-@pytest.mark.skipif("PYTORCH_TESTS" not in os.environ, reason="PYTORCH_TESTS does not name the folder of PyTorch's tests")
+@pytest.mark.skipif(
+    "PYTORCH_TESTS" not in os.environ, reason="PYTORCH_TESTS does not name the folder of PyTorch's tests"
+)
 def test_pytorchs_own_tests():
     """`test_transformers.py`, those of the flash back end without dropout, every 40th of them."""
     program = (

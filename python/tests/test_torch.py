@@ -70,7 +70,14 @@ def check(output, lse, q, k, v, causal=False, scale=None):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1, 1, 64), (2, 130, 257, 8, 2, 64), (1, 200, 77, 6, 6, 128), (1, 129, 129, 3, 1, 256), (2, 65, 64, 2, 2, 40)]
+    "shape",
+    [
+        (1, 1, 1, 1, 1, 64),
+        (2, 130, 257, 8, 2, 64),
+        (1, 200, 77, 6, 6, 128),
+        (1, 129, 129, 3, 1, 256),
+        (2, 65, 64, 2, 2, 40),
+    ],
 )
 def test_the_answer_is_right(shape, causal, dtype, device):
     q, k, v = three(*shape, device=device, dtype=dtype)
@@ -183,7 +190,9 @@ def test_compile_in_one_graph(device):
         assert near(compiled(x), model(x), 6e-2)
     # By itself it is bitwise the same.
     q, k, v = three(1, 64, 64, 4, 4, 64, device)
-    both = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[:2], fullgraph=True, backend=backend)
+    both = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[:2], fullgraph=True, backend=backend
+    )
     eager = flash_attn_func(q, k, v, return_attn_probs=True)
     assert all(torch.equal(*pair) for pair in zip(both(q, k, v), eager))
     sdpa = torch.compile(

@@ -81,9 +81,8 @@ def llama_losses(attention, device, dtype, steps=10):
 @every_device
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
-    from transformers import AttentionInterface
-
     from flashcore import flash_attn_func
+    from transformers import AttentionInterface
 
     calls = []
 

@@ -19,8 +19,9 @@ const BUILD: [&str; 1] = ["maturin==1.16.0"];
 /// Links against an old C library, so that a wheel runs on systems that are older than this one.
 const LINKER: [&str; 1] = ["ziglang==0.17.0"];
 
-/// Tests the package.
-const TEST: [&str; 4] = ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pytest==9.2.0"];
+/// Checks and tests the package.
+const TEST: [&str; 5] =
+    ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pytest==9.2.0", "ruff==0.17.5"];
 
 /// The libraries whose tensors it takes, and those that call it: gigabytes, fetched once. PyTorch and
 /// transformers are the releases that the GPU tests run with.
@@ -135,6 +136,17 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
             Ok(format!("{summary}; {on_virtual_gpu} passed on the virtual GPU"))
         }
     }
+}
+
+/// Every Python file is formatted and has nothing that ruff warns of.
+pub(crate) fn lint(verbose: bool) -> Result<String, String> {
+    let python = test_environment()?;
+    for arguments in [&["format", "--check"][..], &["check"]] {
+        let mut ruff = program(&python);
+        ruff.args(["-m", "ruff", "--quiet"]).args(arguments);
+        run(ruff, verbose)?;
+    }
+    Ok(String::new())
 }
 
 /// Runs the tests that need a GPU on the virtual one; returns how many passed. Where there is a real

@@ -52,8 +52,9 @@ const WORKSPACE: [Check; 7] = [
 ];
 
 /// The other lane. The Python package comes first: it is what takes long.
-const OTHERS: [Check; 6] = [
+const OTHERS: [Check; 7] = [
     Check { name: "python", run: python::test, slow: true },
+    Check { name: "ruff", run: python::lint, slow: true },
     Check { name: "cpu only", run: cpu_only, slow: true },
     Check { name: "examples", run: examples, slow: true },
     Check { name: "package", run: package, slow: true },

@@ -62,7 +62,7 @@ impl Ceiling {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of `a` (`rows()` x 64) and `b` (256 x 64); the address
+    /// Parameters: the tensor maps of `a` (`rows()` x 64) and `b` (256 x 64); the address
     /// of `d` (`rows()` x 256 of `f32` for each thread block); the number of rounds of the loop.
     /// The result of every thread block is `rounds * unroll * a * b^T`.
     pub fn program(&self) -> Result<Program, Error> {

@@ -80,7 +80,7 @@ impl Combine {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the partial outputs' address, their stride from part to part, then
+    /// Parameters: the partial outputs' address, their stride from part to part, then
     /// their batch, row and head strides; the same for the partial log-sum-exps; the addresses of
     /// outputs and log-sum-exps, each with its batch, row and head strides; query length, query
     /// heads, rows of all heads and sequences, number of parts. Strides count elements,

@@ -132,7 +132,7 @@ impl Product {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of `a` (with boxes of [`Product::a_layout`]) and of
+    /// Parameters: the tensor maps of `a` (with boxes of [`Product::a_layout`]) and of
     /// `b` ([`Product::b_part_layout`]) over the matrices as they lie in memory; the address of
     /// `d`, contiguous rows of `f32`; the number of its rows; the inner extent. The grid has one
     /// thread block for every 64 rows, in whole clusters.

@@ -59,10 +59,10 @@ impl Scalar {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the addresses of queries, keys, values, output
+    /// Parameters: the addresses of queries, keys, values, output
     /// and log-sum-exp; the batch, row and head strides in elements of
     /// queries, keys, values and output; query length, key length, query heads, query heads per key
-    /// head, batch; the softmax scale, or the two factors of capped scores
+    /// head, batch; the softmax scale, or the factors of capped scores
     /// ([`Scale`](crate::parameter::Scale)); then, as far as the rules need them, the window's
     /// reach to the left and right, the divisor of the chunk, the ALiBi slopes with their stride
     /// from sequence to sequence, the sinks, and the tensors that functions load from. Log-sum-exps

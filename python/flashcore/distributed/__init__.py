@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .._torch import _autocast
 from .._arguments import flag, window
+from .._torch import _autocast
 from . import _attention
 from ._cache import append, decode
 from ._plan import plan as _plan_of

@@ -6,7 +6,8 @@ waits for it where the keys are needed, and it for that stream where something i
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist

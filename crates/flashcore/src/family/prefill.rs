@@ -98,7 +98,7 @@ fn page_rows(problem: &Problem, key_block: u32) -> Result<Option<u32>, String> {
         return Err("left padding in pages is not served".to_owned());
     }
     let rows = common_divisor(size, key_block as usize);
-    if rows < FEWEST_PAGE_ROWS || !rows.is_multiple_of(FEWEST_PAGE_ROWS) {
+    if !rows.is_multiple_of(FEWEST_PAGE_ROWS) {
         return Err(format!("pages of {size} positions are no multiple of {FEWEST_PAGE_ROWS}"));
     }
     Ok(Some(rows as u32))

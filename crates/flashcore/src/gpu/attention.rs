@@ -138,8 +138,7 @@ impl AttentionPlan {
         // A plan for unaligned addresses serves aligned ones too.
         let aligned = given.aligned && self.arrangement.aligned;
         if (Arrangement { aligned, ..given }) != self.arrangement {
-            let reason = "they do not lie as those that the plan was made for".to_owned();
-            return Err(GpuError::Tensor { tensor: "four", reason });
+            return Err(GpuError::Arrangement);
         }
         self.executable.launch(stream, part, tensors)
     }

@@ -110,6 +110,9 @@ pub enum GpuError {
         /// What is wrong with its address or strides.
         reason: String,
     },
+    /// The strides of the tensors are not those of the plan, or an address is aligned to less.
+    #[error("the tensors do not lie as those that the plan was made for")]
+    Arrangement,
     /// A kernel has a parameter that no argument was bound to: a bug in this crate.
     #[error("{0}")]
     Binding(String),

@@ -256,7 +256,7 @@ impl Tensors {
             for (index, spec) in function.tensors().iter().enumerate() {
                 let refuse = |reason: &str| {
                     let reason = format!("{}: {reason}", spec.name);
-                    Err(GpuError::Tensor { tensor: "tensor of a function", reason })
+                    Err(GpuError::Tensor { tensor: "captured", reason })
                 };
                 let Some(tensor) = self.captured.of(function.kind(), index as u8) else {
                     return refuse("it is missing");

@@ -5,7 +5,14 @@
 `flashcore bench` writes the job and reads what is printed here: one JSON object on each line. FlashCore's
 own kernels come as cubins with a description of their launch; nothing about them is known here.
 """
-import ctypes, json, math, os, random, sys, time
+
+import ctypes
+import json
+import math
+import os
+import random
+import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +31,21 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "e
 
 class Attribute(ctypes.Structure):
     """The driver's CUlaunchAttribute: here that a launch is programmatic."""
+
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
 
 class Configuration(ctypes.Structure):
     """The driver's CUlaunchConfig."""
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
 
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
@@ -48,6 +63,7 @@ def check(code, what):
 
 class Kernel:
     """A kernel of FlashCore, with those that are launched before it, bound to tensors."""
+
     functions = {}
 
     def __init__(self, job, tensors):
@@ -62,22 +78,34 @@ class Kernel:
         if key not in Kernel.functions:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             check(cu.cuModuleLoadData(ctypes.byref(module), open(cubin, "rb").read()), "cuModuleLoadData")
-            check(cu.cuModuleGetFunction(ctypes.byref(function), module, launch["entry"].encode()), "cuModuleGetFunction")
+            check(
+                cu.cuModuleGetFunction(ctypes.byref(function), module, launch["entry"].encode()), "cuModuleGetFunction"
+            )
             check(cu.cuFuncSetAttribute(function, 8, launch["shared_bytes"]), "cuFuncSetAttribute")
             Kernel.functions[key] = function
         arguments = [self.argument(argument, tensors) for argument in launch["arguments"]]
         self.alive.append(arguments)
         pointers = (ctypes.c_void_p * len(arguments))(*[address for _, address in arguments])
         configuration = Configuration(
-            grid=(ctypes.c_uint * 3)(*launch["grid"]), block=(ctypes.c_uint * 3)(launch["threads"], 1, 1),
-            shared_bytes=launch["shared_bytes"], attributes=ctypes.addressof(PROGRAMMATIC), count=int(launch["programmatic"]))
+            grid=(ctypes.c_uint * 3)(*launch["grid"]),
+            block=(ctypes.c_uint * 3)(launch["threads"], 1, 1),
+            shared_bytes=launch["shared_bytes"],
+            attributes=ctypes.addressof(PROGRAMMATIC),
+            count=int(launch["programmatic"]),
+        )
         return Kernel.functions[key], configuration, pointers
 
     def argument(self, argument, tensors):
         """What must stay alive, and the address of the argument."""
         kind = argument["kind"]
         if kind == "tensor_map":
-            return encoded(tensors[argument["tensor"]], argument["dimensions"], argument["strides"], argument["extent"], argument["swizzle"])
+            return encoded(
+                tensors[argument["tensor"]],
+                argument["dimensions"],
+                argument["strides"],
+                argument["extent"],
+                argument["swizzle"],
+            )
         if kind == "words":
             words = torch.tensor(argument["values"] or [0], dtype=torch.int64, device=DEVICE).to(torch.uint32)
             value = ctypes.c_uint64(words.data_ptr())
@@ -89,7 +117,9 @@ class Kernel:
         elif kind == "address":
             value = ctypes.c_uint64(tensors[argument["tensor"]].data_ptr())
         else:
-            value = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[kind](argument["value"])
+            value = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[
+                kind
+            ](argument["value"])
         return value, ctypes.addressof(value)
 
     def __call__(self):
@@ -107,8 +137,23 @@ def encoded(tensor, dimensions, strides, extent, swizzle):
     box, ones = (ctypes.c_uint32 * rank)(*extent), (ctypes.c_uint32 * rank)(*[1] * rank)
     kind = {EIGHT_BITS: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[tensor.dtype]
     mode = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
-    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(tensor.data_ptr()),
-                                    dimensions, strides, box, ones, 0, mode, 3, 0), "cuTensorMapEncodeTiled")
+    check(
+        cu.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address),
+            kind,
+            rank,
+            ctypes.c_void_p(tensor.data_ptr()),
+            dimensions,
+            strides,
+            box,
+            ones,
+            0,
+            mode,
+            3,
+            0,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
     return (raw, tensor), address
 
 
@@ -133,6 +178,7 @@ def mask_of(problem, q, k):
         if sequence is not None:
             known = known & (sequence[i] == sequence[j])
         return known
+
     return None if sequence is None and left is None and right is None else seen
 
 
@@ -167,7 +213,10 @@ def fa2(q, k, v, problem):
         sides = {name: -1 if side is None else side for name, side in zip(names, problem["window"])}
 
     def call():
-        return torch.ops.aten._flash_attention_forward(*tensors, *starts, *longest, 0.0, problem["causal"], False, scale=problem["scale"], **sides)[0]
+        return torch.ops.aten._flash_attention_forward(
+            *tensors, *starts, *longest, 0.0, problem["causal"], False, scale=problem["scale"], **sides
+        )[0]
+
     return call, lambda out: (out.view(q.shape[0], q.shape[1], q.shape[2], -1), None)
 
 
@@ -175,6 +224,7 @@ def sdpa(backend):
     def make(q, k, v, problem):
         plain(problem)
         from torch.nn.attention import SDPBackend, sdpa_kernel
+
         qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
         which, grouped = getattr(SDPBackend, backend), q.shape[2] != k.shape[2]
         if problem["causal"] and q.shape[1] != k.shape[1]:
@@ -182,8 +232,12 @@ def sdpa(backend):
 
         def call():
             with sdpa_kernel(which):
-                return F.scaled_dot_product_attention(qt, kt, vt, is_causal=problem["causal"], scale=problem["scale"], enable_gqa=grouped)
+                return F.scaled_dot_product_attention(
+                    qt, kt, vt, is_causal=problem["causal"], scale=problem["scale"], enable_gqa=grouped
+                )
+
         return call, lambda out: (out.transpose(1, 2), None)
+
     return make
 
 
@@ -192,19 +246,26 @@ def fa3(q, k, v, problem):
         raise RuntimeError("the wheel has bf16 and e4m3 alone")
     sys.path.insert(0, os.environ.get("FA3", "fa3"))
     import fa3_fwd_interface as interface
+
     window = tuple(-1 if side is None else side for side in problem["window"] or (None, None))
     if problem["starts"]:
         bounds = starts_of(problem)
 
         def call():
-            return interface.flash_attn_varlen_func(q[0], k[0], v[0], *bounds, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window)
+            return interface.flash_attn_varlen_func(
+                q[0], k[0], v[0], *bounds, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window
+            )
+
         return call, lambda out: ((out[0] if isinstance(out, tuple) else out)[None], None)
 
     # Zero leaves the number of parts to its own rule; one is what it takes unless asked.
     splits = 0 if problem["query_length"] * problem["heads"] <= 64 * problem["kv_heads"] else 1
 
     def call():
-        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window, num_splits=splits)
+        return interface.flash_attn_func(
+            q, k, v, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window, num_splits=splits
+        )
+
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 
@@ -216,22 +277,28 @@ def fa4_path():
 def fa4(q, k, v, problem):
     fa4_path()
     from flash_attn.cute import interface
-    options = dict(softmax_scale=problem["scale"], causal=problem["causal"], window_size=tuple(problem["window"] or (None, None)))
+
+    options = dict(
+        softmax_scale=problem["scale"], causal=problem["causal"], window_size=tuple(problem["window"] or (None, None))
+    )
     if problem["starts"]:
         starts, _, longest, _ = starts_of(problem)
         bounds = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
 
         def call():
             return interface.flash_attn_varlen_func(q[0], k[0], v[0], **bounds, **options)
+
         return call, lambda out: ((out[0] if isinstance(out, tuple) else out)[None], None)
 
     def call():
         return interface.flash_attn_func(q, k, v, **options)
+
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 
 def flex(q, k, v, problem):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
     seen, mask = mask_of(problem, q, k), None
     if seen:
@@ -240,6 +307,7 @@ def flex(q, k, v, problem):
 
     def call():
         return compiled(qt, kt, vt, block_mask=mask, scale=problem["scale"], enable_gqa=q.shape[2] != k.shape[2])
+
     return call, lambda out: (out.transpose(1, 2), None)
 
 
@@ -247,20 +315,34 @@ def mosaic(q, k, v, problem):
     plain(problem)
     import jax
     from jax.experimental.pallas.ops.gpu import attention_mgpu
+
     if not math.isclose(problem["scale"], 1.0 / math.sqrt(q.shape[-1]), rel_tol=1e-6):
         raise RuntimeError("its scale is fixed")
-    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128 if q.shape[-1] <= 128 else 64, max_concurrent_steps=2,
-                                         use_schedule_barrier=True, causal=problem["causal"])
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=128 if q.shape[-1] <= 128 else 64,
+        max_concurrent_steps=2,
+        use_schedule_barrier=True,
+        causal=problem["causal"],
+    )
     arrays = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
 
     def call():
         return jax.block_until_ready(attention_mgpu.attention(*arrays, config))
+
     call.host_clock = True
     return call, lambda out: (torch.from_dlpack(out), None)
 
 
-PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICIENT_ATTENTION"),
-         "fa3": fa3, "fa4": fa4, "flex": flex, "jax": mosaic}
+PEERS = {
+    "cudnn": sdpa("CUDNN_ATTENTION"),
+    "fa2": fa2,
+    "efficient": sdpa("EFFICIENT_ATTENTION"),
+    "fa3": fa3,
+    "fa4": fa4,
+    "flex": flex,
+    "jax": mosaic,
+}
 
 
 # ---- the backward pass: each makes a call that is prepared anew for new contents ---------------------
@@ -268,14 +350,16 @@ PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICI
 
 def packed_flash(q, k, v, problem):
     """FlashAttention-2 over packed sequences, as PyTorch's operator has it: outputs, log-sum-exps and more."""
-    return torch.ops.aten._flash_attention_forward(q, k, v, *starts_of(problem), 0.0, problem["causal"], False, scale=problem["scale"])
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, *starts_of(problem), 0.0, problem["causal"], False, scale=problem["scale"]
+    )
 
 
 def packed_lse(lse, starts):
     """Log-sum-exps over (head, row), which some releases pad to the longest sequence."""
     if lse.dim() == 2:
         return lse
-    return torch.cat([lse[i, :, :b - a] for i, (a, b) in enumerate(zip(starts, starts[1:]))], dim=1)
+    return torch.cat([lse[i, :, : b - a] for i, (a, b) in enumerate(zip(starts, starts[1:]))], dim=1)
 
 
 class Gradients:
@@ -304,7 +388,9 @@ class Gradients:
             found = packed_flash(*[x.squeeze(0).transpose(0, 1) for x in (q, k, v)], self.problem)
             self.out.copy_(found[0][None]), self.lse.copy_(packed_lse(found[1], self.problem["starts"])[None])
             return
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.problem["causal"], scale=self.problem["scale"])
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, self.problem["causal"], scale=self.problem["scale"]
+        )
         self.out.copy_(found[0].transpose(1, 2)), self.lse.copy_(found[1])
 
     def ours(self, job):
@@ -322,6 +408,7 @@ class Gradients:
 
         def call():
             forward(), backward()
+
         return call, found, [*found, out, lse]
 
     def peer_step(self, forward):
@@ -332,6 +419,7 @@ class Gradients:
             with torch.enable_grad():
                 out = forward(*leaves)
                 return torch.autograd.grad(out[0] if isinstance(out, tuple) else out, leaves, self.gradient)
+
         return call
 
     def peer(self, forward):
@@ -346,6 +434,7 @@ class Gradients:
 
         def call():
             return torch.autograd.grad(state["out"], leaves, self.gradient, retain_graph=True)
+
         return call, prepare
 
 
@@ -354,16 +443,24 @@ def differentiable(peer, problem):
     if peer == "fa4":
         fa4_path()
         from flash_attn.cute import interface
+
         if problem["starts"]:
             starts, _, longest, _ = starts_of(problem)
             bounds = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
 
             def packed(q, k, v):
-                out = interface.flash_attn_varlen_func(*[x.squeeze(0) for x in (q, k, v)], **bounds,
-                                                       softmax_scale=problem["scale"], causal=problem["causal"])
+                out = interface.flash_attn_varlen_func(
+                    *[x.squeeze(0) for x in (q, k, v)],
+                    **bounds,
+                    softmax_scale=problem["scale"],
+                    causal=problem["causal"],
+                )
                 return (out[0] if isinstance(out, tuple) else out).unsqueeze(0)
+
             return packed
-        return lambda q, k, v: interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"])
+        return lambda q, k, v: interface.flash_attn_func(
+            q, k, v, softmax_scale=problem["scale"], causal=problem["causal"]
+        )
     backends = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
     if peer not in backends:
         raise RuntimeError("it has no backward pass here")
@@ -371,20 +468,27 @@ def differentiable(peer, problem):
         return lambda q, k, v: packed_flash(*[x.squeeze(0) for x in (q, k, v)], problem)[0].unsqueeze(0)
     plain(problem)
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
     which = getattr(SDPBackend, backends[peer])
 
     def forward(q, k, v):
         if problem["causal"] and q.shape[1] != k.shape[1]:
             raise RuntimeError("PyTorch's causal mask is aligned to the first key, not to the last")
         with sdpa_kernel(which):
-            out = F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in (q, k, v)], is_causal=problem["causal"],
-                                                 scale=problem["scale"], enable_gqa=q.shape[2] != k.shape[2])
+            out = F.scaled_dot_product_attention(
+                *[x.transpose(1, 2) for x in (q, k, v)],
+                is_causal=problem["causal"],
+                scale=problem["scale"],
+                enable_gqa=q.shape[2] != k.shape[2],
+            )
         return out.transpose(1, 2)
+
     return forward
 
 
 class GradientsTruth:
     """f64 gradients of the first and the last key head, and the plain algorithm in low precision."""
+
     ROWS = 1024
 
     def __init__(self, given):
@@ -395,7 +499,10 @@ class GradientsTruth:
             exact = self.of_head(given, b, h, torch.float64, None)
             low = self.of_head(given, b, h, torch.float32, q.dtype)
             # Each gradient has an error of its own to be measured by.
-            bounds = [2 * (x - y.double()).abs().max().item() + torch.finfo(q.dtype).eps * x.abs().max().item() for x, y in zip(exact, low)]
+            bounds = [
+                2 * (x - y.double()).abs().max().item() + torch.finfo(q.dtype).eps * x.abs().max().item()
+                for x, y in zip(exact, low)
+            ]
             self.exact.append((exact, bounds))
         self.tolerance = max(bound for _, bounds in self.exact for bound in bounds)
 
@@ -429,7 +536,7 @@ class GradientsTruth:
         dq, dk, dv = found
         group, worst, right = dq.shape[2] // dk.shape[2], 0.0, all(bool(torch.isfinite(x).all()) for x in found)
         for (b, h), (exact, bounds) in zip(self.ends, self.exact):
-            mine = (dq[b, :, h * group:(h + 1) * group], dk[b, :, h], dv[b, :, h])
+            mine = (dq[b, :, h * group : (h + 1) * group], dk[b, :, h], dv[b, :, h])
             for tensor, truth, bound in zip(mine, exact, bounds):
                 error = (tensor.double() - truth).abs().max().item()
                 worst, right = max(worst, error), right and error <= bound
@@ -472,14 +579,16 @@ class Truth:
     def judge(self, out, lse):
         """The largest error, and whether all is right."""
         ends = [(0, 0), (-1, -1)]
-        error = max((out[b, self.rows, h].double() - exact).abs().max().item() for (b, h), exact in zip(ends, self.exact))
+        error = max(
+            (out[b, self.rows, h].double() - exact).abs().max().item() for (b, h), exact in zip(ends, self.exact)
+        )
         right = error <= self.tolerance and bool(torch.isfinite(out).all())
         if lse is not None:
             for (b, h), exact in zip(ends, self.lse):
                 found = lse[b, h, self.rows].double()
                 off = torch.where(found == exact, 0.0, (found - exact).abs()).max().item()
                 # The tensor cores cut the products of 8-bit numbers that scores are sums of.
-                lost = 2.0 ** -10 if self.eight_bits else 2.0 ** -16
+                lost = 2.0**-10 if self.eight_bits else 2.0**-16
                 right = right and off <= lost * max(1.0, exact[torch.isfinite(exact)].abs().max().item())
         return error, right
 
@@ -545,6 +654,7 @@ def forward_samplers(job, index, inputs, problem):
 
         def poison(out=out, lse=lse):
             out.fill_(float("nan")), lse.fill_(float("nan"))
+
         samplers[ours["name"]] = Sampler(kernel, poison, job["calls"])
         results[ours["name"]] = lambda _, out=out, lse=lse: (out, lse)
     for name, peer in job["peers"].items():
@@ -569,6 +679,7 @@ def backward_samplers(job, index, inputs, problem):
         def poison(written=written):
             for tensor in written:
                 tensor.fill_(float("nan"))
+
         samplers[ours["name"]] = Sampler(kernel, poison, job["calls"], captured)
         results[ours["name"]] = lambda _, found=found: (found,)
     for name, peer in job["peers"].items():
@@ -631,7 +742,9 @@ def cell(job, index, flush, chance):
                     if not judged:
                         truth = truth_of()
                     error, right = truth.judge(*results[name](out))
-                    judged[name] = dict(error=error if math.isfinite(error) else None, tolerance=truth.tolerance, right=right)
+                    judged[name] = dict(
+                        error=error if math.isfinite(error) else None, tolerance=truth.tolerance, right=right
+                    )
                 del out
         torch.cuda.synchronize()
         times = {name: [samplers[name].milliseconds(mark) for mark in marks[name]] for name in names}
@@ -660,6 +773,7 @@ def versions():
     for package in ("fa3-fwd", "flash-attn-4", "jax"):
         try:
             from importlib.metadata import version
+
             found[package] = version(package)
         except Exception:
             pass

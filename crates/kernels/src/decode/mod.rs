@@ -361,7 +361,7 @@ impl Decode {
     /// | `PartsPerBlock` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
     /// | `ReachLeft`, `ReachRight` | keys before and after a query's position that it sees |
     /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
-    /// | `ScaleLog2`, or with capped scores `ScaleInner` and `ScaleOuter` | factors of scores: [`Scale`](crate::parameter::Scale) |
+    /// | `ScaleLog2`, or the factors of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
         let block = || (self.target, self.threads(), self.blocks);

@@ -349,13 +349,13 @@ impl Forward {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order:
+    /// Parameters:
     ///
     /// - the tensor maps of queries, keys, values and output over (dimension, position, head,
     ///   batch);
     /// - the address of the log-sum-exps, (batch, head, query) in `f32`;
     /// - the query length and the key length, which must not be zero;
-    /// - the softmax scale, which must be positive, or the two factors of capped scores
+    /// - the softmax scale, which must be positive, or the factors of capped scores
     ///   ([`Scale`](crate::parameter::Scale));
     /// - the address of the tile lists ([`TileLists`]), or without lists the number of tiles;
     /// - the [`Divisor`]s (number, multiplier, shift) of the query tiles per head, of the query

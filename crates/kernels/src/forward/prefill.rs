@@ -176,7 +176,7 @@ impl Prefill {
     /// | --- | --- |
     /// | `Query`, `Key`, `Value`, `Output` | tensor maps of [`slices`](Prefill::slices) |
     /// | `Lse`, `LseHeadStride` | the address of the log-sum-exps, and the elements from one head to the next |
-    /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | see [`Scale`](crate::parameter::Scale) |
+    /// | `ScaleLog2`, positive, or the factors of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `Schedule`, `HeadsPerGroup`, `LastHeads` | what the [`Sequencer`](crate::Sequencer) wrote; the heads of a group, which divides `LastHeads`; the first head of the last group |
     /// | `Batch` and all that says where sequences are | with `single_tile`, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
     /// | `QueryHeads` | |

@@ -206,7 +206,7 @@ impl Mma {
     /// | --- | --- |
     /// | `Query`, `Key`, `Value`, `Output` | addresses, with row and head strides in elements, and batch strides for equal lengths |
     /// | `Lse` | the address of the log-sum-exps, `f32` |
-    /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | |
+    /// | `ScaleLog2`, positive, or the factors of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `ReachLeft`, `ReachRight` | of a window |
     /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
     /// | `Slopes`, `SlopesStride`, `Sinks` | `f32` for each (sequence and) query head |

@@ -294,7 +294,7 @@ impl BackwardMma {
     /// | `QueryLength`, `KeyLength`, `KeyBlocks`, or over ragged batches `Schedule` and `QueryBlocks` | |
     /// | `KeyHeads`, `GroupSize` | |
     /// | `Turns`, and the numbers of the tile order, in the deterministic mode | |
-    /// | `ScaleLog2`, or `ScaleInner` and `ScaleOuter`; `ScaleNatural` | |
+    /// | `ScaleLog2`, or the factors of capped scores; `ScaleNatural` | |
     /// | the parameters of the rules | |
     ///
     /// Addresses and strides are multiples of 16 bytes. The grid has one thread block for each key
