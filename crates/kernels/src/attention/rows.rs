@@ -14,6 +14,12 @@ use crate::parameter::List;
 /// is NaN.
 pub(crate) const NOTHING_SEEN: f32 = -1e30;
 
+/// The least reference of a row whose scores a function changes, in natural units. Some functions
+/// hide keys by adding -1e9 or less, where exponents, which multiply and add in one rounding, are off
+/// by up to 64: the weights of a block that only has such keys could be infinite. Relative to this
+/// reference they are zero, and exponents are off by 2 at most.
+pub(crate) const LEAST_REFERENCE: f32 = -33_554_432.0;
+
 /// The value that a row's exponentials are relative to.
 #[derive(Clone, Copy)]
 pub(crate) enum Reference {

@@ -13,12 +13,14 @@
 use ptx::{Builder, Element, Expression, F32, Pred, Reg, Value};
 
 use super::Score;
-use super::rows::{Finished, NOTHING_SEEN, Reference, finish};
+use super::rows::{Finished, Reference, finish};
 use super::scores::CappedExponents;
 
 /// The softmax state of a thread's rows.
 pub(crate) struct Softmax {
     scale_log2: Reg<F32>,
+    /// The reference of a row that has seen no key, and the least one of any row.
+    least: Value<F32>,
     /// Binary logarithm of a factor on all probabilities and sums, for an element of P that has
     /// more range above one than below it.
     max_offset: f32,
@@ -40,10 +42,15 @@ pub(crate) fn bound(element: Element) -> f32 {
 impl Softmax {
     /// Reserves registers for `rows` rows; [`begin`](Softmax::begin) and [`start`](Softmax::start)
     /// set them.
-    pub(crate) fn new(k: &mut Builder, rows: usize, scale_log2: Reg<F32>) -> Self {
+    pub(crate) fn new(
+        k: &mut Builder,
+        rows: usize,
+        scale_log2: Reg<F32>,
+        least: Value<F32>,
+    ) -> Self {
         let reference = (0..rows).map(|_| k.register()).collect();
         let sum = (0..rows).map(|_| k.register()).collect();
-        Softmax { scale_log2, max_offset: 0.0, reference, sum }
+        Softmax { scale_log2, least, max_offset: 0.0, reference, sum }
     }
 
     /// Multiplies all probabilities and sums by `2^max_offset`.
@@ -54,7 +61,7 @@ impl Softmax {
     /// Resets the rows to having seen no key.
     pub(crate) fn clear(&self, k: &mut Builder) {
         for (reference, sum) in self.reference.iter().zip(&self.sum) {
-            k.set(*reference, NOTHING_SEEN);
+            k.set(*reference, self.least.clone());
             k.set(*sum, 0.0);
         }
     }
@@ -63,7 +70,7 @@ impl Softmax {
     pub(crate) fn begin(&self, k: &mut Builder, scores: &[Score]) {
         for (row, reference) in self.reference.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
-            k.set(*reference, maximum.maximum(NOTHING_SEEN));
+            k.set(*reference, maximum.maximum(self.least.clone()));
         }
     }
 

@@ -70,7 +70,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
-        softmax: Softmax::new(k, forward, scores.scale_log2),
+        softmax: Softmax::new(k, forward, &scores),
         output: Accumulator::new(k, forward.value_head_dim),
         output_begun: k.register(),
         current: tiles.current(k, &tile),

@@ -100,7 +100,8 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
-        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).with_max_offset(MAX_OFFSET),
+        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale, scores.least_reference())
+            .with_max_offset(MAX_OFFSET),
         scale_log2: scores.scale_log2,
         tile_scale,
         descale: forward.rules.changes_scores().then(|| k.register()),

@@ -9,7 +9,7 @@ use ptx::{Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, Value};
 
 use super::Forward;
 use crate::attention::rows::Finished;
-use crate::attention::scores::CappedExponents;
+use crate::attention::scores::{CappedExponents, ScoreRule};
 use crate::attention::{ACCUMULATOR_ROWS, Score, softmax};
 
 /// The softmax state of a thread's two rows.
@@ -27,11 +27,12 @@ pub(super) struct Rescale {
 }
 
 impl Softmax {
-    pub(super) fn new(k: &mut Builder, forward: &Forward, scale_log2: Reg<F32>) -> Self {
+    pub(super) fn new(k: &mut Builder, forward: &Forward, scores: &ScoreRule) -> Self {
+        let rows = ACCUMULATOR_ROWS.len();
         Softmax {
             bound: softmax::bound(forward.element),
             slow_path_apart: forward.form.slow_path_apart,
-            rows: softmax::Softmax::new(k, ACCUMULATOR_ROWS.len(), scale_log2),
+            rows: softmax::Softmax::new(k, rows, scores.scale_log2, scores.least_reference()),
         }
     }
 

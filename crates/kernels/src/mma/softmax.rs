@@ -8,7 +8,8 @@
 use ptx::{Builder, Element, Expression, F32, Pred, Reg, WarpAccumulator, WarpFragment};
 
 use super::Mma;
-use crate::attention::rows::{Finished, NOTHING_SEEN, Reference, finish};
+use crate::attention::rows::{Finished, Reference, finish};
+use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::bound;
 
 /// The softmax state of a thread's rows: two rows for each tile.
@@ -16,6 +17,8 @@ pub(super) struct Softmax {
     /// The largest allowed sum of a block's exponentials.
     bound: f32,
     scale_log2: Reg<F32>,
+    /// The reference of a row that has seen no key, and the least one of any row.
+    least: f32,
     /// The negated reference of each row, scaled: added to its scaled scores.
     offset: Vec<Reg<F32>>,
     /// The thread's part of each row's sum of exponentials.
@@ -23,7 +26,7 @@ pub(super) struct Softmax {
 }
 
 impl Softmax {
-    pub(super) fn new(k: &mut Builder, mma: &Mma, scale_log2: Reg<F32>) -> Self {
+    pub(super) fn new(k: &mut Builder, mma: &Mma, scores: &ScoreRule) -> Self {
         let bound = match mma.accumulate {
             // f16 accumulators of `PV` must not overflow either: with this bound, values may be as
             // large as a thousand.
@@ -31,10 +34,12 @@ impl Softmax {
             _ => bound(mma.element),
         };
         let rows = mma.thread_rows();
-        let nothing = k.eval(scale_log2 * -NOTHING_SEEN);
+        let (scale_log2, least) = (scores.scale_log2, scores.least_scaled_reference());
+        let nothing = k.eval(scale_log2 * -least);
         Softmax {
             bound,
             scale_log2,
+            least,
             offset: (0..rows).map(|_| k.variable(nothing)).collect(),
             sum: (0..rows).map(|_| k.variable(0.0)).collect(),
         }
@@ -44,7 +49,7 @@ impl Softmax {
     pub(super) fn begin(&self, k: &mut Builder, scores: &WarpAccumulator) {
         for (row, offset) in self.offset.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
-            k.set(*offset, -(maximum.maximum(NOTHING_SEEN) * self.scale_log2));
+            k.set(*offset, -(maximum.maximum(self.least) * self.scale_log2));
         }
     }
 

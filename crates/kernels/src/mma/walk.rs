@@ -60,7 +60,7 @@ impl<'a> Warp<'a> {
             keys,
             values,
             rule: Rule::new(k, mma, rules, tile, row),
-            softmax: Softmax::new(k, mma, rules.scores.scale_log2),
+            softmax: Softmax::new(k, mma, &rules.scores),
             output: WarpAccumulator::new(k, mma.warp_rows(), mma.value_head_dim),
             remaining: k.variable(tile.blocks()),
             blocks,

@@ -473,6 +473,43 @@ fn prefill_follows_functions() {
     }
 }
 
+/// A function may hide keys by adding a large negative number. Whole blocks of such keys, which
+/// kernels walk first, must not spoil the keys that are left.
+#[test]
+fn large_negative_scores_hide_keys() {
+    // Softmaxes take the scores of the first function before their scale.
+    for (score, added) in [("score", "-1e9"), ("score", "-1e10"), ("(mul score 1.5)", "-1e20")] {
+        let text = format!("(score hidden (add {score} (select (ge key 60) {added} 0.0)))");
+        let function: Function = text.parse().unwrap();
+        for element in [Element::F16, Element::BF16] {
+            let rules = Rules { score_function: Some(function), ..Rules::DENSE };
+            let tile = Forward {
+                element,
+                output: element,
+                head_dim: 64,
+                value_head_dim: 64,
+                rules,
+                warpgroups: 1,
+                key_block: 32,
+                ..every_tuned()[0]
+            };
+            let local = Rules { mask: kernels::MaskKind::Local, ..rules };
+            let ragged = Ragged::new(vec![2, 67], vec![130, 80]);
+            let tile_of_ragged = Forward { rules: local, ..tile };
+            let prefill = Prefill { tile: tile_of_ragged, page_rows: None, single_tile: false };
+            let ragged = ragged.over(PlacementKind::PackedWithGaps);
+            runs_right(&Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]));
+            for kernel in [
+                Configuration::Forward(tile),
+                Configuration::Mma(Mma { element, ..mma(rules) }),
+                Configuration::Decode(Decode { rules: local, ..crate::decode::small() }),
+            ] {
+                is_right(kernel, &[], (1, [5, 130]));
+            }
+        }
+    }
+}
+
 /// Runs the scene of a kernel once and judges its results.
 fn is_right(kernel: Configuration, captured: &[HostTensor], (batch, lengths): (usize, [usize; 2])) {
     runs_right(&Call { captured: captured.to_vec(), ..Call::new(kernel, batch, lengths, [2, 1]) });

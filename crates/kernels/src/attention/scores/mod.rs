@@ -9,6 +9,7 @@ use std::f32::consts::{LN_2, LOG2_E};
 
 use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
 
+use super::rows::{LEAST_REFERENCE, NOTHING_SEEN};
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
 pub use softcap::CapPolynomial;
@@ -44,6 +45,19 @@ impl ScoreRule {
                 ..plain
             },
         }
+    }
+
+    /// Returns the least reference of a row, in the units of its scores.
+    pub(crate) fn least_reference(&self) -> Value<F32> {
+        match self.inverse {
+            Some(inverse) => (inverse * LEAST_REFERENCE).maximum(NOTHING_SEEN),
+            None => self.least_scaled_reference().into(),
+        }
+    }
+
+    /// Returns the same where scores are not taken before their scale.
+    pub(crate) const fn least_scaled_reference(&self) -> f32 {
+        if self.natural.is_some() { LEAST_REFERENCE } else { NOTHING_SEEN }
     }
 
     /// Returns whether scores are capped.
