@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-def begin(store, rank, size, timeout=60):
+def begin(store, rank, size, timeout=300):
     """Joins a group of processes, which meet at a file."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
@@ -32,7 +32,7 @@ def _process(work, store, rank, size, answers, arguments):
     answers.put((rank, answer))
 
 
-def processes(work, size, *arguments, expected=None, timeout=120):
+def processes(work, size, *arguments, expected=None, timeout=600):
     """Runs ``work(store, rank, size, *arguments)`` in so many processes; what they answer, by rank. Those
     that are not expected to answer may end as they like."""
     context = multiprocessing.get_context("forkserver")
@@ -99,7 +99,7 @@ class Mailbox:
 
     def take(self, key):
         with self.there:
-            self.there.wait_for(lambda: key in self.letters or self.lost, timeout=60)
+            self.there.wait_for(lambda: key in self.letters or self.lost, timeout=300)
             if key not in self.letters:
                 raise RuntimeError(f"nothing came from rank {key[0]}: {self.lost}")
             tensor, event = self.letters.pop(key)

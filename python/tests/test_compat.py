@@ -147,7 +147,7 @@ def test_programs_that_import_flash_attention_get_ours():
 
 def test_importing_stands_in_for_nothing():
     code = "import sys, flashcore, flashcore.compat; sys.exit('flash_attn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
 def test_the_libraries_differ_in_order_and_form_only():

@@ -52,7 +52,7 @@ def environment():
 def python(*arguments, folder=Path(__file__).parent):
     """Runs Python to its end, which must be a good one, with the packages that are used here."""
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=180, cwd=folder, env=environment()
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=folder, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

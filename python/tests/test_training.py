@@ -104,7 +104,7 @@ def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
 @pytest.mark.hardware
 def test_the_example_trains(device):
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "12", "--device", device], capture_output=True, text=True, timeout=300,
+        [sys.executable, EXAMPLE, "--steps", "12", "--device", device], capture_output=True, text=True, timeout=900,
         env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
