@@ -30,6 +30,7 @@ use crate::Error;
 use links::Cluster;
 use overlap::PassTime;
 use times::Times;
+use work::RankWork;
 
 /// The longest sequence.
 pub const LONGEST: usize = 10 << 20;
@@ -255,14 +256,16 @@ pub fn predict(
     };
     let passes =
         if setting.backward { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
+    let works: Vec<RankWork> =
+        simulated_ranks(ranks).map(|rank| RankWork::new(problem, &distribution, rank)).collect();
     let (mut alone, mut slowest) = (0.0, Vec::new());
     for pass in passes {
         let mut whole = problem.clone();
         whole.pass = *pass;
         alone += setting.times.milliseconds(&whole)?;
         let mut span = PassTime::default();
-        for rank in simulated_ranks(ranks) {
-            let found = PassTime::of(&work::stages(setting, problem, &distribution, rank, *pass)?);
+        for work in &works {
+            let found = PassTime::of(&work.stages(setting, *pass)?);
             if found.total > span.total {
                 span = found;
             }
@@ -272,8 +275,8 @@ pub fn predict(
     let total: f64 = slowest.iter().map(|it| it.total).sum();
     let transfer: f64 = slowest.iter().map(|it| it.transfer).sum();
     let compute: f64 = slowest.iter().map(|it| it.compute).sum();
-    let memory = |rank| work::memory(problem, &distribution, rank, setting.backward);
-    let memory_bytes = simulated_ranks(ranks).map(memory).max().unwrap_or(0);
+    let memory = |work: &RankWork| work.memory(setting.backward);
+    let memory_bytes = works.iter().map(memory).max().unwrap_or(0);
     let sent = distribution.sent(0);
     Ok(Ok(Prediction {
         problem: problem.text(),

@@ -21,82 +21,216 @@ fn copy_milliseconds(bytes: usize) -> f64 {
     bytes as f64 / COPY_GIGABYTES_PER_SECOND / 1e6
 }
 
-/// Returns the stages of a rank in a pass, one after the other.
-///
-/// In the forward pass a step computes while the keys of the next one are transferred. In the
-/// backward pass the key gradients of the step before return to their owner at the same time.
-/// Exchanges of heads for rows, and the transfers of an all-gather, are not overlapped.
-pub(super) fn stages(
-    setting: &Setting,
-    problem: &Problem,
-    distribution: &Distribution,
+/// What a rank of a distributed problem has to do.
+pub(super) struct RankWork<'a> {
+    problem: &'a Problem,
+    distribution: &'a Distribution,
     rank: usize,
-    pass: Pass,
-) -> Result<Vec<Stage>, Error> {
-    let steps = distribution.steps(rank);
-    let mut compute = Vec::new();
-    for step in &steps {
-        compute.push(kernels(setting, problem, distribution, rank, step, pass)?);
-    }
-    if pass == Pass::Forward {
-        compute.push(copy_milliseconds(outputs(problem, distribution, rank, &steps).traffic()));
-    }
-    let keys = |index: usize| {
-        let step = steps.get(index);
-        step.map_or(0.0, |step| exchange_keys(setting, problem, distribution, rank, step))
-    };
-    let [to_heads, to_rows] = exchanges(setting, problem, distribution, rank, pass);
-    let mut stages = vec![Stage::transfer(to_heads)];
-    // The first step needs no transfer, except in an all-gather.
-    stages.push(Stage::transfer(match distribution.gathers_all() {
-        true => gathers(setting, problem, distribution, rank, &steps),
-        false => keys(0),
-    }));
-    for (index, compute) in compute.iter().enumerate() {
-        let back = match pass {
-            Pass::Backward if index > 0 => keys(index - 1),
-            _ => 0.0,
-        };
-        stages.push(Stage { compute: *compute, transfer: keys(index + 1) + back });
-    }
-    if pass == Pass::Backward {
-        stages.push(Stage::transfer(keys(compute.len().saturating_sub(1))));
-        let sums = gradients(problem, distribution, rank, &steps).map(|it| it.traffic());
-        stages.push(Stage::compute(copy_milliseconds(sums.iter().sum())));
-    }
-    stages.push(Stage::transfer(to_rows));
-    stages.retain(|it| *it != Stage::default());
-    Ok(stages)
+    /// Its node, and its place among the ranks of the node.
+    node: usize,
+    member: usize,
+    /// The rows of a sequence that it computes with.
+    held: usize,
+    steps: Vec<Step>,
 }
 
-/// Milliseconds of a step's kernels.
-fn kernels(
-    setting: &Setting,
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    step: &Step,
-    pass: Pass,
-) -> Result<f64, Error> {
-    let heads = distribution.head_share(distribution.place(rank).0);
-    let mut milliseconds = 0.0;
-    for launch in &step.launches {
-        for block in &launch.blocks {
-            let mut part = problem.clone().with_mask(launch.mask);
-            (part.query_heads, part.kv_heads) = (heads.query.len(), heads.key.len());
-            (part.query_length, part.key_length) = (block.queries.len(), block.keys.len());
-            part.pass = pass;
-            milliseconds += setting.times.milliseconds(&part)?;
+impl<'a> RankWork<'a> {
+    pub(super) fn new(problem: &'a Problem, distribution: &'a Distribution, rank: usize) -> Self {
+        let (node, member) = distribution.place(rank);
+        let held = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
+        RankWork {
+            problem,
+            distribution,
+            rank,
+            node,
+            member,
+            held,
+            steps: distribution.steps(rank),
         }
     }
-    Ok(milliseconds)
-}
 
-/// Returns the rows that a rank computes with, over all of its heads and sequences.
-fn held_rows(problem: &Problem, distribution: &Distribution, rank: usize) -> usize {
-    let (node, member) = distribution.place(rank);
-    let rows: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
-    problem.batch * rows * distribution.head_share(node).query.len()
+    /// Returns the stages of a pass, one after the other.
+    ///
+    /// In the forward pass a step computes while the keys of the next one are transferred. In the
+    /// backward pass the key gradients of the step before return to their owner at the same time.
+    /// Exchanges of heads for rows, and the transfers of an all-gather, are not overlapped.
+    pub(super) fn stages(&self, setting: &Setting, pass: Pass) -> Result<Vec<Stage>, Error> {
+        let mut compute = Vec::new();
+        for step in &self.steps {
+            compute.push(self.kernels(setting, step, pass)?);
+        }
+        if pass == Pass::Forward {
+            compute.push(copy_milliseconds(self.outputs().traffic()));
+        }
+        let keys = |index: usize| {
+            self.steps.get(index).map_or(0.0, |step| self.exchange_keys(setting, step))
+        };
+        let [to_heads, to_rows] = self.exchanges(setting, pass);
+        let mut stages = vec![Stage::transfer(to_heads)];
+        // The first step needs no transfer, except in an all-gather.
+        stages.push(Stage::transfer(match self.distribution.gathers_all() {
+            true => self.gathers(setting),
+            false => keys(0),
+        }));
+        for (index, compute) in compute.iter().enumerate() {
+            let back = match pass {
+                Pass::Backward if index > 0 => keys(index - 1),
+                _ => 0.0,
+            };
+            stages.push(Stage { compute: *compute, transfer: keys(index + 1) + back });
+        }
+        if pass == Pass::Backward {
+            stages.push(Stage::transfer(keys(compute.len().saturating_sub(1))));
+            let sums = self.gradients().map(|it| it.traffic());
+            stages.push(Stage::compute(copy_milliseconds(sums.iter().sum())));
+        }
+        stages.push(Stage::transfer(to_rows));
+        stages.retain(|it| *it != Stage::default());
+        Ok(stages)
+    }
+
+    /// Returns the bytes that are needed at the peak: the rank's tensors, and what
+    /// `flashcore.distributed` adds.
+    pub(super) fn memory(&self, backward: bool) -> u64 {
+        let RankWork { problem, distribution, .. } = *self;
+        let Problem { batch, query_heads, kv_heads, head_dim, value_head_dim, .. } = *problem;
+        let element = problem.dtype().bytes();
+        let (dims, heads) = (head_dim + value_head_dim, distribution.head_share(self.node));
+        // Query and output, key and value, log-sum-exp; and the gradients of the first four.
+        let tensors = |rows: usize, heads: usize, kv_heads: usize| {
+            let values = rows * (heads + kv_heads) * dims * element;
+            batch * (values * if backward { 2 } else { 1 } + rows * heads * 4)
+        };
+        let mut bytes = tensors(distribution.owned_rows(self.rank), query_heads, kv_heads);
+        if distribution.nodes() > 1 {
+            bytes += tensors(self.held, heads.query.len(), heads.key.len());
+        }
+        let received = |step: &Step| step.receive.iter().map(|it| self.bytes(it)).sum();
+        let most: u64 = self.steps.iter().map(received).max().unwrap_or(0);
+        // Buffers of a ring: keys in use, being received and being sent; in the backward pass also
+        // gradients being computed and being sent, while received ones count as parts. An all-gather
+        // reorders what it received into a second buffer, and sends gradients from a third.
+        let messages = match (distribution.gathers_all(), backward) {
+            (true, false) => 2,
+            (true, true) => 3,
+            (false, false) => 3,
+            (false, true) => 5,
+        };
+        bytes += messages * most as usize;
+        let (rows, outputs) = (self.query_rows(), self.outputs());
+        // The log-sum-exps of the parts.
+        let log_sum_exps = if outputs.count > 1 { outputs.count.min(PARTS) * rows * 4 } else { 0 };
+        let forward = outputs.kept() + log_sum_exps;
+        // The f32 accumulator of dQ of one step.
+        let sums = self.gradients().map(|it| it.kept());
+        let gradients = sums.iter().sum::<usize>() + 4 * rows * head_dim;
+        bytes += if backward { forward.max(gradients) } else { forward };
+        bytes as u64
+    }
+
+    /// Returns the milliseconds of a step's kernels.
+    fn kernels(&self, setting: &Setting, step: &Step, pass: Pass) -> Result<f64, Error> {
+        let heads = self.distribution.head_share(self.node);
+        let mut milliseconds = 0.0;
+        for launch in &step.launches {
+            for block in &launch.blocks {
+                let mut part = self.problem.clone().with_mask(launch.mask);
+                (part.query_heads, part.kv_heads) = (heads.query.len(), heads.key.len());
+                (part.query_length, part.key_length) = (block.queries.len(), block.keys.len());
+                part.pass = pass;
+                milliseconds += setting.times.milliseconds(&part)?;
+            }
+        }
+        Ok(milliseconds)
+    }
+
+    /// Returns the query rows that the rank computes, over all of its heads and sequences.
+    fn query_rows(&self) -> usize {
+        self.problem.batch * self.held * self.distribution.head_share(self.node).query.len()
+    }
+
+    /// Returns the parts of the output.
+    fn outputs(&self) -> Parts {
+        Parts {
+            count: self.steps.iter().map(|step| step.launches.len()).sum(),
+            most: PARTS,
+            numbers: self.query_rows() * self.problem.value_head_dim,
+            element: self.problem.dtype().bytes(),
+        }
+    }
+
+    /// Returns the partial dQ, and the partial dK and dV of own keys, which other ranks send.
+    fn gradients(&self) -> [Parts; 2] {
+        let RankWork { problem, distribution, steps, .. } = self;
+        let queries = Parts { numbers: self.query_rows() * problem.head_dim, ..self.outputs() };
+        let count = 1 + steps.iter().map(|step| step.send.len()).sum::<usize>();
+        // The gradients of a single step arrive at once, as in an all-gather.
+        let most = if steps.len() == 1 { count } else { KEY_PARTS };
+        let rows = problem.batch * self.held * distribution.head_share(self.node).key.len();
+        let numbers = rows * (problem.head_dim + problem.value_head_dim);
+        [queries, Parts { count, most, numbers, element: problem.dtype().bytes() }]
+    }
+
+    /// Returns the bytes of some rows of keys and values.
+    fn bytes(&self, rows: &Rows) -> u64 {
+        (self.problem.batch * rows.count()) as u64 * self.distribution.key_bytes(self.node)
+    }
+
+    /// Returns the milliseconds of an all-gather, including the reordering by position.
+    fn gathers(&self, setting: &Setting) -> f64 {
+        let received = self.steps.iter().flat_map(|it| &it.receive);
+        let received: u64 = received.map(|it| self.bytes(it)).sum();
+        setting.cluster.collective(self.distribution.ranks(), received)
+            + copy_milliseconds(2 * received as usize)
+    }
+
+    /// Returns the milliseconds of packing a step's keys into messages, receiving and sending them.
+    fn exchange_keys(&self, setting: &Setting, step: &Step) -> f64 {
+        let one_way = |messages: &[Rows]| {
+            let mut traffic = Traffic::default();
+            for rows in messages {
+                setting.cluster.add(&mut traffic, [self.rank, rows.rank], self.bytes(rows));
+            }
+            setting.cluster.milliseconds(&traffic)
+        };
+        let sent: u64 = step.send.iter().map(|rows| self.bytes(rows)).sum();
+        one_way(&step.receive).max(one_way(&step.send)) + copy_milliseconds(2 * sent as usize)
+    }
+
+    /// Returns the milliseconds of exchanging heads for rows and back: in the forward pass queries,
+    /// keys and values go and outputs return; in the backward pass dO goes and dQ, dK and dV return.
+    fn exchanges(&self, setting: &Setting, pass: Pass) -> [f64; 2] {
+        let RankWork { problem, distribution, rank, node, member, .. } = *self;
+        // Every message holds the rows of one rank and the heads of another's node.
+        let one_way = |from_here: bool, wide: bool| {
+            let (mut traffic, mut copied) = (Traffic::default(), 0);
+            for other in (0..distribution.nodes()).filter(|it| *it != node) {
+                let (there, heads) =
+                    (distribution.rank_at(other, member), if from_here { other } else { node });
+                let rows = distribution.owned_rows(if from_here { rank } else { there });
+                let heads = distribution.head_share(heads);
+                let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
+                let numbers = match wide {
+                    true => heads.query.len() * dim + heads.key.len() * (dim + value_dim),
+                    false => heads.query.len() * value_dim,
+                };
+                let bytes = problem.batch * rows * numbers * problem.dtype().bytes();
+                setting.cluster.add(&mut traffic, [rank, there], bytes as u64);
+                copied += 2 * bytes;
+            }
+            [setting.cluster.milliseconds(&traffic), copy_milliseconds(copied)]
+        };
+        // Messages are packed before, and unpacked after.
+        let both = |wide| {
+            let ([sent, packed], [received, unpacked]) =
+                (one_way(true, wide), one_way(false, wide));
+            sent.max(received) + packed + unpacked
+        };
+        match pass {
+            Pass::Forward => [both(true), both(false)],
+            Pass::Backward => [both(false), both(true)],
+        }
+    }
 }
 
 /// Partial results of a tensor, of which at most so many are kept until they are combined.
@@ -132,167 +266,6 @@ impl Parts {
     }
 }
 
-/// The parts of the output.
-fn outputs(problem: &Problem, distribution: &Distribution, rank: usize, steps: &[Step]) -> Parts {
-    Parts {
-        count: steps.iter().map(|step| step.launches.len()).sum(),
-        most: PARTS,
-        numbers: held_rows(problem, distribution, rank) * problem.value_head_dim,
-        element: problem.dtype().bytes(),
-    }
-}
-
-/// The partial dQ, and the partial dK and dV of own keys, which other ranks send.
-fn gradients(
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    steps: &[Step],
-) -> [Parts; 2] {
-    let (node, member) = distribution.place(rank);
-    let held: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
-    let dims = problem.head_dim + problem.value_head_dim;
-    let count = 1 + steps.iter().map(|step| step.send.len()).sum::<usize>();
-    let queries = Parts {
-        numbers: held_rows(problem, distribution, rank) * problem.head_dim,
-        ..outputs(problem, distribution, rank, steps)
-    };
-    // The gradients of a single step arrive at once, as in an all-gather.
-    let most = if steps.len() == 1 { count } else { KEY_PARTS };
-    let numbers = problem.batch * held * distribution.head_share(node).key.len() * dims;
-    [queries, Parts { count, most, numbers, element: problem.dtype().bytes() }]
-}
-
-/// Returns the milliseconds of an all-gather, including the reordering by position.
-fn gathers(
-    setting: &Setting,
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    steps: &[Step],
-) -> f64 {
-    let received = steps.iter().flat_map(|it| &it.receive);
-    let received: u64 = received.map(|it| bytes(problem, distribution, rank, it)).sum();
-    setting.cluster.collective(distribution.ranks(), received)
-        + copy_milliseconds(2 * received as usize)
-}
-
-/// Bytes of some rows of keys and values.
-fn bytes(problem: &Problem, distribution: &Distribution, rank: usize, rows: &Rows) -> u64 {
-    (problem.batch * rows.count()) as u64 * distribution.key_bytes(distribution.place(rank).0)
-}
-
-/// Returns the milliseconds of packing a step's keys into messages, receiving and sending them.
-fn exchange_keys(
-    setting: &Setting,
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    step: &Step,
-) -> f64 {
-    let one_way = |messages: &[Rows]| {
-        let mut traffic = Traffic::default();
-        for rows in messages {
-            setting.cluster.add(
-                &mut traffic,
-                [rank, rows.rank],
-                bytes(problem, distribution, rank, rows),
-            );
-        }
-        setting.cluster.milliseconds(&traffic)
-    };
-    let sent: u64 = step.send.iter().map(|rows| bytes(problem, distribution, rank, rows)).sum();
-    one_way(&step.receive).max(one_way(&step.send)) + copy_milliseconds(2 * sent as usize)
-}
-
-/// Returns the milliseconds of exchanging heads for rows and back: in the forward pass queries,
-/// keys and values go and outputs return; in the backward pass dO goes and dQ, dK and dV return.
-fn exchanges(
-    setting: &Setting,
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    pass: Pass,
-) -> [f64; 2] {
-    let (node, member) = distribution.place(rank);
-    // Every message holds the rows of one rank and the heads of another's node.
-    let one_way = |from_here: bool, wide: bool| {
-        let (mut traffic, mut copied) = (Traffic::default(), 0);
-        for other in (0..distribution.nodes()).filter(|it| *it != node) {
-            let (there, heads) =
-                (distribution.rank_at(other, member), if from_here { other } else { node });
-            let rows = distribution.owned_rows(if from_here { rank } else { there });
-            let heads = distribution.head_share(heads);
-            let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
-            let numbers = match wide {
-                true => heads.query.len() * dim + heads.key.len() * (dim + value_dim),
-                false => heads.query.len() * value_dim,
-            };
-            let bytes = problem.batch * rows * numbers * problem.dtype().bytes();
-            setting.cluster.add(&mut traffic, [rank, there], bytes as u64);
-            copied += 2 * bytes;
-        }
-        [setting.cluster.milliseconds(&traffic), copy_milliseconds(copied)]
-    };
-    // Messages are packed before, and unpacked after.
-    let both = |wide| {
-        let ([sent, packed], [received, unpacked]) = (one_way(true, wide), one_way(false, wide));
-        sent.max(received) + packed + unpacked
-    };
-    match pass {
-        Pass::Forward => [both(true), both(false)],
-        Pass::Backward => [both(false), both(true)],
-    }
-}
-
-/// Bytes that a rank needs at its peak: its tensors, and what `flashcore.distributed` adds.
-pub(super) fn memory(
-    problem: &Problem,
-    distribution: &Distribution,
-    rank: usize,
-    backward: bool,
-) -> u64 {
-    let (node, member) = distribution.place(rank);
-    let Problem { batch, query_heads, kv_heads, head_dim, value_head_dim, .. } = *problem;
-    let element = problem.dtype().bytes();
-    let (dims, heads) = (head_dim + value_head_dim, distribution.head_share(node));
-    // Query and output, key and value, log-sum-exp; and the gradients of the first four.
-    let tensors = |rows: usize, heads: usize, kv_heads: usize| {
-        let values = rows * (heads + kv_heads) * dims * element;
-        batch * (values * if backward { 2 } else { 1 } + rows * heads * 4)
-    };
-    let mut bytes = tensors(distribution.owned_rows(rank), query_heads, kv_heads);
-    let held: usize = distribution.held(member).iter().map(|piece| piece.rows.len()).sum();
-    if distribution.nodes() > 1 {
-        bytes += tensors(held, heads.query.len(), heads.key.len());
-    }
-    let steps = distribution.steps(rank);
-    let received = |step: &Step| {
-        step.receive.iter().map(|it| self::bytes(problem, distribution, rank, it)).sum()
-    };
-    let most: u64 = steps.iter().map(received).max().unwrap_or(0);
-    // Buffers of a ring: keys in use, being received and being sent; in the backward pass also
-    // gradients being computed and being sent, while received ones count as parts. An all-gather
-    // reorders what it received into a second buffer, and sends gradients from a third.
-    let messages = match (distribution.gathers_all(), backward) {
-        (true, false) => 2,
-        (true, true) => 3,
-        (false, false) => 3,
-        (false, true) => 5,
-    };
-    bytes += messages * most as usize;
-    let rows = held_rows(problem, distribution, rank);
-    let outputs = outputs(problem, distribution, rank, &steps);
-    // The log-sum-exps of the parts.
-    let log_sum_exps = if outputs.count > 1 { outputs.count.min(PARTS) * rows * 4 } else { 0 };
-    let forward = outputs.kept() + log_sum_exps;
-    // The f32 accumulator of dQ of one step.
-    let sums = gradients(problem, distribution, rank, &steps).map(|it| it.kept());
-    let gradients = sums.iter().sum::<usize>() + 4 * rows * head_dim;
-    bytes += if backward { forward.max(gradients) } else { forward };
-    bytes as u64
-}
-
 #[cfg(test)]
 mod tests {
     use flashcore::Mask;
@@ -326,8 +299,9 @@ mod tests {
         variant: Variant,
     ) -> [PassTime; 2] {
         let distribution = distribute(problem, ranks, variant, setting.cluster.node).unwrap();
+        let work = RankWork::new(problem, &distribution, 1);
         [Pass::Forward, Pass::Backward]
-            .map(|pass| PassTime::of(&stages(setting, problem, &distribution, 1, pass).unwrap()))
+            .map(|pass| PassTime::of(&work.stages(setting, pass).unwrap()))
     }
 
     /// Two ranks and no mask, by hand: the keys of the other come while a rank computes with its own.
@@ -405,7 +379,9 @@ mod tests {
             let (setting, problem) = (setting(8, speed, 5.0), problem(65_536, Mask::CAUSAL));
             let distribution = distribute(&problem, 8, Variant::Ring, 8).unwrap();
             for pass in [Pass::Forward, Pass::Backward] {
-                let all = |rank| stages(&setting, &problem, &distribution, rank, pass).unwrap();
+                let all = |rank| {
+                    RankWork::new(&problem, &distribution, rank).stages(&setting, pass).unwrap()
+                };
                 let ranks: Vec<Vec<Stage>> = (0..8).map(all).collect();
                 let slowest = ranks.iter().map(|it| PassTime::of(it).total).fold(0.0, f64::max);
                 let simulated = events::simulate(&ranks);
