@@ -421,9 +421,9 @@ def sliced(score, b, h, q_idx, kv_idx):
 
 
 def too_deep(score, b, h, q_idx, kv_idx):
-    return (
-        score + torch.ones(1, 1, 1, 1, 50)[0, 0, 0, 0][kv_idx] + torch.ones(1, 1, 1, 1, 50)[b, b, b, b, kv_idx]
-    )  # here: 5 dimensions
+    deep = torch.ones(1, 1, 1, 1, 50)
+    score = score + deep[0, 0, 0, 0][kv_idx]
+    return score + deep[b, b, b, b, kv_idx]  # here: 5 dimensions
 
 
 def iterates(score, b, h, q_idx, kv_idx):
