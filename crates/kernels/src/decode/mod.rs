@@ -375,7 +375,12 @@ impl Decode {
         let scaling = Scaling::parameters(k, self);
         let inputs = Inputs::parameters(k, self, &scaling);
         let places = Places::parameters(k, self.page_rows.is_some());
-        let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh();
+        let scores = ScoreRule::parameters(k, &self.rules);
+        let scores = match self.splits {
+            Splits::Balanced => scores.with_small_tanh(),
+            // The scores of a warp may be of other queries, or of keys that a query does not see.
+            Splits::Fixed { .. } => scores.with_small_tanh_of_each(),
+        };
         let functions = Functions::parameters(k, &self.rules);
         let numbers = self.numbers(k);
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));

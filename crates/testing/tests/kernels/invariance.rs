@@ -1,11 +1,11 @@
 //! Batch invariance in the simulator: each query of a batch gives the same bits as alone.
 
 use flashcore::serving::Sequences;
-use flashcore::{DType, InputTensors, Layout, Mask, Problem, Tensor};
+use flashcore::{DType, InputTensors, Layout, Mask, Problem, Scores, Tensor};
 use flashcore_testing::check::Invariance;
 use flashcore_testing::scene::Call;
 use kernels::decode::Splits;
-use kernels::{Configuration, Decode};
+use kernels::{Configuration, Decode, Rules};
 use sim::{Mode, Options, Policy};
 
 use crate::decode::{fixed, small};
@@ -42,8 +42,8 @@ fn problem(mask: Mask) -> Problem {
 }
 
 /// Returns the first violation of batch invariance among some batches.
-fn complaint(decode: Decode, mask: Mask, longest: usize, batches: u64) -> Option<String> {
-    let mut invariance = Invariance::new(problem(mask), 2, longest).unwrap();
+fn complaint(decode: Decode, problem: Problem, longest: usize, batches: u64) -> Option<String> {
+    let mut invariance = Invariance::new(problem, 2, longest).unwrap();
     let mut count = 0;
     let mut run = |sequences: &Sequences, tensors: &InputTensors| {
         count += 1;
@@ -73,14 +73,22 @@ fn bits_do_not_depend_on_the_batch() {
         (fixed(), Mask::window(Some(50), Some(0)), 140, 8),
         (Decode { splits: Splits::Fixed { tiles_per_warp: 2 }, ..fixed() }, Mask::CAUSAL, 200, 8),
     ] {
-        let complaint = complaint(decode, mask, longest, batches);
+        let complaint = complaint(decode, problem(mask), longest, batches);
         assert_eq!(complaint, None, "{}", decode.name());
     }
+}
+
+/// A softcap has two ways for small and for large scores, which here are of about the size of the cap.
+#[test]
+fn bits_of_capped_scores_do_not_depend_on_the_batch() {
+    let decode = Decode { rules: Rules::LOCAL.capped(), ..fixed() };
+    let problem = problem(Mask::CAUSAL).with_scores(Scores::default().with_softcap(4.0));
+    assert_eq!(complaint(decode, problem, 140, 24), None);
 }
 
 /// Without splits of a fixed size bits depend on the batch, which shows that the check can fail.
 #[test]
 fn without_fixed_splits_bits_do_depend_on_the_batch() {
-    let complaint = complaint(small(), Mask::CAUSAL, 140, 24);
+    let complaint = complaint(small(), problem(Mask::CAUSAL), 140, 24);
     assert!(complaint.is_some_and(|it| it.contains("has other bits")));
 }

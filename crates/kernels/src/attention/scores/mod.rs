@@ -84,6 +84,11 @@ impl ScoreRule {
         ScoreRule { softcap: self.softcap.map(Softcap::with_small_exponents), ..self }
     }
 
+    /// Does the same score by score, so that the bits of none depend on others.
+    pub(crate) fn with_small_tanh_of_each(self) -> Self {
+        ScoreRule { softcap: self.softcap.map(Softcap::with_each_small_exponent), ..self }
+    }
+
     /// Does the same with a polynomial of the scores themselves, one instruction less for each:
     /// where there are registers for its coefficients.
     pub(crate) fn with_tanh_of_scores(self, k: &mut Builder) -> Self {

@@ -47,6 +47,8 @@ pub(crate) struct Softcap {
 enum Polynomial {
     /// In the exponents of two of `e^2x`.
     OfExponents,
+    /// The same, where each score is small by itself.
+    OfEachExponent,
     /// In the scores themselves, up to `most`: one instruction less for each.
     OfScores(OfScores),
 }
@@ -79,6 +81,16 @@ impl Softcap {
     /// Adds the polynomial of exponents, which needs no coefficients in registers.
     pub(crate) fn with_small_exponents(self) -> Self {
         Softcap { small: Some(Polynomial::OfExponents), ..self }
+    }
+
+    /// Adds the polynomial of exponents, for each score that is small, whatever the others are.
+    pub(crate) fn with_each_small_exponent(self) -> Self {
+        Softcap { small: Some(Polynomial::OfEachExponent), ..self }
+    }
+
+    /// Returns whether capped scores are in units of log2.
+    pub(crate) fn is_in_log2(&self) -> bool {
+        self.outer.is_some()
     }
 
     /// Adds the polynomial of scores, with coefficients that are computed once.
@@ -115,15 +127,36 @@ impl Softcap {
     /// Caps scores in place.
     pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score]) {
         let Some(small) = &self.small else { return self.exactly(k, scores) };
-        let largest = largest_size(k, scores);
         let served = match small {
+            Polynomial::OfEachExponent => return self.one_by_one(k, scores),
             Polynomial::OfExponents => {
-                let exponent = k.absolute(largest * self.inner);
-                k.all(exponent.at_most(SMALL * EXPONENT))
+                let largest = largest_size(k, scores);
+                let served = self.serves_exponent(k, largest);
+                k.all(served)
             }
-            Polynomial::OfScores(small) => k.all(largest.at_most(small.most)),
+            Polynomial::OfScores(small) => {
+                let largest = largest_size(k, scores);
+                k.all(largest.at_most(small.most))
+            }
         };
         k.if_else(served, |k| self.small(k, small, scores), |k| self.exactly(k, scores));
+    }
+
+    /// Returns whether the polynomial of exponents serves a score.
+    fn serves_exponent(&self, k: &mut Builder, score: Reg<F32>) -> Value<Pred> {
+        k.absolute(score * self.inner).at_most(SMALL * EXPONENT)
+    }
+
+    /// Caps scores in place, each as if it were alone.
+    fn one_by_one(&self, k: &mut Builder, scores: &[Score]) {
+        for score in scores {
+            let served = self.serves_exponent(k, score.register);
+            let served = k.eval(served);
+            let exact = Score { register: k.variable(score.register), ..*score };
+            self.exactly(k, &[exact]);
+            self.small(k, &Polynomial::OfExponents, &[*score]);
+            k.set(score.register, served.select::<F32>(score.register, exact.register));
+        }
     }
 
     /// Returns how the softmax takes the exponents of these products, where they may come straight
@@ -160,7 +193,7 @@ impl Softcap {
         let constant = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
         for Score { register, .. } in scores {
             let (x, coefficients): (_, [Value<F32>; 4]) = match small {
-                Polynomial::OfExponents => (
+                Polynomial::OfExponents | Polynomial::OfEachExponent => (
                     k.eval(*register * self.inner),
                     [0, 1, 2, 3].map(|power| constant(power).into()),
                 ),
