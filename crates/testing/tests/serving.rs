@@ -101,19 +101,20 @@ proptest! {
 #[test]
 fn a_window_with_a_sink_is_what_it_says() {
     // All keys and values are equal: the output is the value times one minus the sink's share.
-    let problem = Problem::new(1, 2, 1, 8)
+    let problem = Problem::new(1, 3, 1, 8)
         .with_dtype(DType::F32)
         .with_key_length(10)
         .with_mask(Mask::window(Some(3), Some(0)))
         .with_sinks();
     let query = Tensor::zeros(DType::F32, problem.query_shape()).unwrap();
     let ones = Tensor::from_fn(DType::F32, problem.key_shape(), |_| 1.0).unwrap();
-    let sinks = [0.0, f32::NEG_INFINITY];
+    let sinks = [0.0, f32::NEG_INFINITY, f32::NAN];
     let inputs = Inputs::new(&query, &ones, &ones).with_sinks(&sinks);
     let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).unwrap();
     let output = result.output.to_f32();
     assert!((output[0] - 0.8).abs() < 1e-6 && (output[8] - 1.0).abs() < 1e-6, "{output:?}");
     assert!((result.lse[0] - 5f32.ln()).abs() < 1e-6 && (result.lse[1] - 4f32.ln()).abs() < 1e-6);
+    assert!(output[16].is_nan() && result.lse[2].is_nan(), "{output:?}");
 }
 
 #[test]

@@ -88,9 +88,14 @@ impl<'a> Rows<'a> {
             self.slopes[row] = scores.slope;
             self.positions[row] = scores.position;
             self.sloped |= scores.slope != 0.0;
-            if let Some(sink) = sink.filter(|sink| *sink > f32::NEG_INFINITY) {
-                self.maximum[row] = sink;
-                self.sum[row] = 1.0;
+            match sink {
+                // A maximum could lose it.
+                Some(nan) if nan.is_nan() => self.sum[row] = nan,
+                Some(sink) if sink > f32::NEG_INFINITY => {
+                    self.maximum[row] = sink;
+                    self.sum[row] = 1.0;
+                }
+                _ => {}
             }
             self.count = row + 1;
         }
