@@ -483,8 +483,9 @@ def scaled_dot_product_attention(
         value: (batch, key heads, keys, value head dim), in the element type of ``query``.
         attn_mask: A tensor that broadcasts to (batch, heads, queries, keys), which is not expanded in memory. In
             bool, True means that the query sees the key. In float32, float16 or bfloat16, it is added to the
-            scores. ``causal_lower_right`` and ``causal_upper_left`` of ``torch.nn.attention.bias`` are accepted
-            too. Not together with ``is_causal``.
+            scores; a sum below -2^25 hides the key, so that a query whose keys are all hidden gives zeros, where
+            PyTorch weighs them alike. ``causal_lower_right`` and ``causal_upper_left`` of
+            ``torch.nn.attention.bias`` are accepted too. Not together with ``is_causal``.
         dropout_p: Must be 0.0.
         is_causal: Whether query ``i`` sees only keys 0 to ``i``, whatever the lengths, as in PyTorch. (In
             :func:`flash_attn_func` the last query is aligned with the last key instead.)

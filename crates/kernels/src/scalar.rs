@@ -19,7 +19,7 @@ use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, S32, T
 use crate::Error;
 use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::rows::{Reference, Sinks, finish, reference};
-use crate::attention::scores::{ScoreRule, Slopes, alibi};
+use crate::attention::scores::{ScoreRule, Slopes, alibi, hide_least};
 use crate::attention::visibility::Visibility;
 use crate::attention::{Rules, Score};
 use crate::element::{load_as_f32, store_from_f32};
@@ -158,6 +158,7 @@ impl Scalar {
                     if let Some(function) = &functions.score {
                         let coordinates = coordinates(k);
                         function.apply(k, &scores, &coordinates);
+                        hide_least(k, &scores);
                         score_rule.scale(k, &scores);
                     }
                     if let Some(function) = &functions.mask {

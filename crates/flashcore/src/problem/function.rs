@@ -1,5 +1,6 @@
 //! Masks and scores as functions, and the tensors that they load from.
 
+use kernels::attention::LEAST_SCORE;
 use kernels::attention::function::{
     Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
 };
@@ -203,9 +204,14 @@ impl RowFunctions<'_> {
         self.mask.as_mut().is_none_or(|row| row.sees(key))
     }
 
-    /// Applies the score function to a score that is already scaled, capped and biased.
+    /// Applies the score function to a score that is already scaled, capped and biased. A result
+    /// below [`LEAST_SCORE`] hides the key: it is minus infinity.
     pub fn score(&mut self, key: usize, score: f64) -> f64 {
-        self.score.as_mut().map_or(score, |row| row.score(key, score))
+        let Some(row) = &mut self.score else { return score };
+        match row.score(key, score) {
+            hidden if hidden < LEAST_SCORE.into() => f64::NEG_INFINITY,
+            seen => seen,
+        }
     }
 
     /// Returns the derivative of the score function at a key and score.

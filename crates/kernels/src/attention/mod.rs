@@ -28,6 +28,7 @@ pub(crate) mod visibility;
 
 use ptx::{Accumulator, F32, Reg, WarpAccumulator};
 
+pub use rows::LEAST_SCORE;
 pub use rules::{Batch, MaskKind, Rules, Window};
 pub use scores::CapPolynomial;
 

@@ -14,11 +14,15 @@ use crate::parameter::List;
 /// is NaN.
 pub(crate) const NOTHING_SEEN: f32 = -1e30;
 
-/// The least reference of a row whose scores a function changes, in natural units. Some functions
-/// hide keys by adding -1e9 or less, where exponents, which multiply and add in one rounding, are off
-/// by up to 64: the weights of a block that only has such keys could be infinite. Relative to this
-/// reference they are zero, and exponents are off by 2 at most.
-pub(crate) const LEAST_REFERENCE: f32 = -33_554_432.0;
+/// The same for capped scores before their last factor, a hyperbolic tangent less the bias of ALiBi.
+/// Times the largest factor there is, 1e25 log2(e), it is finite.
+pub(crate) const NOTHING_SEEN_CAPPED: f32 = -1e13;
+
+/// A score function hides a key by a score below this, in natural units. Some add -1e9 or less, where
+/// exponents, which multiply and add in one rounding, are off by up to 64: the weights of a block that
+/// only has such keys could be infinite, and so could those that the backward pass takes of a row's
+/// log-sum-exp. As the least reference of a row it gives them weights of zero.
+pub const LEAST_SCORE: f32 = -33_554_432.0;
 
 /// The value that a row's exponentials are relative to.
 #[derive(Clone, Copy)]

@@ -14,7 +14,7 @@ use super::softmax::Softmax;
 use super::{Decode, Numbers};
 use crate::attention::Score;
 use crate::attention::function::lower::{Functions, ScoreCoordinates};
-use crate::attention::scores::{ScoreRule, alibi};
+use crate::attention::scores::{ScoreRule, alibi, hide_least};
 use crate::attention::visibility::VisibleColumns;
 
 /// A warp's state while it goes through its tiles of a sequence: the query fragments, the running
@@ -184,6 +184,7 @@ impl<'a> Walk<'a> {
                 if let Some(function) = &functions.score {
                     let coordinates = row.coordinates(k, numbers, cursor, first_key);
                     function.apply(k, scores, &coordinates);
+                    hide_least(k, scores);
                     rule.scale(k, scores);
                 }
             }

@@ -473,14 +473,21 @@ fn prefill_follows_functions() {
     }
 }
 
+/// Hides keys from 60 on, and all keys of query 1, by adding a large negative number.
+fn hiding(score: &str, added: &str) -> Function {
+    let of_row = format!("(select (eq query 1) {added} 0.0)");
+    let text = format!("(score hidden (add {score} (select (ge key 60) {added} {of_row})))");
+    text.parse().unwrap()
+}
+
 /// A function may hide keys by adding a large negative number. Whole blocks of such keys, which
-/// kernels walk first, must not spoil the keys that are left.
+/// kernels walk first, must not spoil the keys that are left; and a row of such keys sees none, in
+/// every kernel.
 #[test]
 fn large_negative_scores_hide_keys() {
     // Softmaxes take the scores of the first function before their scale.
     for (score, added) in [("score", "-1e9"), ("score", "-1e10"), ("(mul score 1.5)", "-1e20")] {
-        let text = format!("(score hidden (add {score} (select (ge key 60) {added} 0.0)))");
-        let function: Function = text.parse().unwrap();
+        let function = hiding(score, added);
         for element in [Element::F16, Element::BF16] {
             let rules = Rules { score_function: Some(function), ..Rules::DENSE };
             let tile = Forward {
@@ -503,9 +510,20 @@ fn large_negative_scores_hide_keys() {
                 Configuration::Forward(tile),
                 Configuration::Mma(Mma { element, ..mma(rules) }),
                 Configuration::Decode(Decode { rules: local, ..crate::decode::small() }),
+                Configuration::Scalar(Scalar {
+                    target: Target::SM_80,
+                    element,
+                    head_dim: 16,
+                    value_head_dim: 16,
+                    rules,
+                }),
             ] {
                 is_right(kernel, &[], (1, [5, 130]));
             }
+        }
+        let rules = Rules { score_function: Some(function), ..Rules::DENSE };
+        for kernel in [hopper(64, rules), ampere(64, rules)] {
+            is_right(kernel, &[], (1, [70, 130]));
         }
     }
 }

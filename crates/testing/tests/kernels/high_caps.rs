@@ -36,6 +36,22 @@ fn forward_leaves_scores() {
     }
 }
 
+/// With ALiBi capped scores come to units of log2 after it, by a factor as large as the cap. The first
+/// rows see no key. The exact tanh is all that this kernel has there, so its own tolerance is allowed.
+#[test]
+fn forward_hides_keys_with_a_bias() {
+    for (cap, element) in [(1e9, Element::F16), (1e30, Element::BF16)] {
+        let rules = Rules { alibi: true, ..Rules::CAUSAL }.capped();
+        let forward = Forward { rules, element, output: element, ..small::forward() };
+        let mut call = Call::new(Configuration::Forward(forward), 1, [150, 90], [2, 1]);
+        call.problem.scores.softcap = Some(cap);
+        let scene = call.scene().unwrap();
+        let (memory, _) = scene.run(&Options::default()).unwrap();
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
+    }
+}
+
 #[test]
 fn prefill_leaves_scores() {
     let ragged = Ragged::new(vec![66, 1, 3], vec![180, 70, 0]).over(PlacementKind::PackedWithGaps);
@@ -61,7 +77,7 @@ fn decode_leaves_scores() {
 
 #[test]
 fn mma_leaves_scores() {
-    for (cap, alibi) in [(1e6, false), (1e6, true)] {
+    for (cap, alibi) in [(1e6, false), (1e6, true), (1e30, false), (1e30, true)] {
         is_right(Rules { alibi, ..Rules::CAUSAL }, cap, |rules| {
             let mma = Configuration::Mma(Mma { rules, ..small::mma() });
             Call::new(mma, 1, [70, 90], [2, 1])

@@ -7,9 +7,9 @@ mod softcap;
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, Select, U32, U64, Value};
 
-use super::rows::{LEAST_REFERENCE, NOTHING_SEEN};
+use super::rows::{LEAST_SCORE, NOTHING_SEEN, NOTHING_SEEN_CAPPED};
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
 pub use softcap::CapPolynomial;
@@ -50,14 +50,18 @@ impl ScoreRule {
     /// Returns the least reference of a row, in the units of its scores.
     pub(crate) fn least_reference(&self) -> Value<F32> {
         match self.inverse {
-            Some(inverse) => (inverse * LEAST_REFERENCE).maximum(NOTHING_SEEN),
+            Some(inverse) => (inverse * LEAST_SCORE).maximum(NOTHING_SEEN),
             None => self.least_scaled_reference().into(),
         }
     }
 
     /// Returns the same where scores are not taken before their scale.
-    pub(crate) const fn least_scaled_reference(&self) -> f32 {
-        if self.natural.is_some() { LEAST_REFERENCE } else { NOTHING_SEEN }
+    pub(crate) fn least_scaled_reference(&self) -> f32 {
+        match (self.natural, self.softcap) {
+            (Some(_), _) => LEAST_SCORE,
+            (None, Some(softcap)) if !softcap.is_in_log2() => NOTHING_SEEN_CAPPED,
+            (None, _) => NOTHING_SEEN,
+        }
     }
 
     /// Returns whether scores are capped.
@@ -144,6 +148,15 @@ impl ScoreRule {
         for Score { register, .. } in scores {
             k.set(*register, *register * self.scale_log2);
         }
+    }
+}
+
+/// Hides the keys whose scores, in natural units, a function made smaller than [`LEAST_SCORE`]: for
+/// kernels that subtract exact maxima.
+pub(crate) fn hide_least(k: &mut Builder, scores: &[Score]) {
+    for Score { register, .. } in scores {
+        let hidden = k.eval(register.less(LEAST_SCORE));
+        k.set(*register, hidden.select::<F32>(f32::NEG_INFINITY, *register));
     }
 }
 
