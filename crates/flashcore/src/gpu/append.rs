@@ -14,7 +14,7 @@ use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
 use crate::family::{Choice, narrow_cache};
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
-use crate::problem::{Descale, Descales, Mask, Problem};
+use crate::problem::{Descale, Descales, MOST_HEAD_DIM, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
@@ -118,8 +118,8 @@ impl AppendProblem {
             return refuse(format!("{} does not convert {}", chip.target, made_of.element));
         }
         for dim in [cache.head_dim, cache.value_head_dim] {
-            if !dim.is_multiple_of(2) {
-                return refuse(format!("head dim {dim} is not even"));
+            if !dim.is_multiple_of(2) || dim > MOST_HEAD_DIM {
+                return refuse(format!("head dim {dim} is not even or beyond {MOST_HEAD_DIM}"));
             }
         }
         let head_dim = cache.head_dim;
@@ -141,15 +141,19 @@ impl AppendProblem {
             }
             Some(RotarySize { positions, .. }) => positions,
         };
-        let all_rows = |tokens: usize, heads: usize| {
-            cache.batch.checked_mul(tokens).and_then(|rows| rows.checked_mul(heads))
+        let all_rows = |packed: Option<usize>, most: usize, heads: usize| {
+            packed.or(cache.batch.checked_mul(most)).and_then(|rows| rows.checked_mul(heads))
         };
-        let new = all_rows(self.new_tokens, cache.kv_heads);
+        let packed_new = self.packed_new.then_some(self.new_rows);
+        // A warp of each sequence stores its length.
+        let new = all_rows(packed_new, self.new_tokens, cache.kv_heads);
+        let new = new.map(|rows| rows.max(cache.batch));
+        let query_rows = cache.query_shape().length;
+        let packed_queries = cache.queries.is_packed().then_some(query_rows);
         let rotated = match self.rotated_queries {
-            true => all_rows(cache.query_length, cache.query_heads),
+            true => all_rows(packed_queries, cache.query_length, cache.query_heads),
             false => Some(0),
         };
-        let query_rows = cache.query_shape().length;
         let counted = [new, rotated, Some(self.new_rows), Some(positions), Some(query_rows)];
         let counted = counted.map(|count| count.filter(|count| *count <= MOST));
         let [Some(new), Some(rotated), Some(new_rows), Some(positions), Some(_)] = counted else {
@@ -489,11 +493,29 @@ impl Gpu {
 
 #[cfg(test)]
 mod tests {
+    use kernels::append::ROWS;
     use ptx::Target;
 
     use super::*;
     use crate::dtype::DType;
     use crate::problem::Storage;
+
+    /// Packed rows are counted once, and not for each sequence; each sequence has a warp.
+    #[test]
+    fn packed_rows_are_as_many_as_there_are() {
+        let cache = Problem::new(1024, 8, 1, 64).with_key_length(1 << 20);
+        let blocks = |problem: AppendProblem| {
+            problem.choose(&Chip::H200).map(|choice| choice.launches[0].blocks as usize)
+        };
+        let rows = 131_072;
+        let packed = |rows| AppendProblem::new(cache.clone(), rows).with_packed_new(rows);
+        assert_eq!(blocks(packed(rows)).unwrap(), rows * 8 / ROWS as usize);
+        assert_eq!(blocks(packed(1)).unwrap(), 1024 / ROWS as usize);
+        assert!(matches!(
+            blocks(AppendProblem::new(cache.clone(), rows)),
+            Err(GpuError::TooLarge { .. })
+        ));
+    }
 
     #[test]
     fn what_makes_no_sense_is_refused_with_the_reason() {

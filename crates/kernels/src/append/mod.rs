@@ -11,12 +11,12 @@
 mod narrow;
 
 use ptx::{
-    Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32,
-    U64,
+    Builder, Capability, Element, Expression, F32, GlobalAddress, Pred, Program, Reg, S32, Target,
+    U32, U64,
 };
 
 use crate::Error;
-use crate::attention::sequences::{Places, Span, clamp, entry_of};
+use crate::attention::sequences::{Places, Span, clamp, entry_of, search};
 use crate::cache::{Cache, ScaleSource};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
@@ -73,8 +73,7 @@ impl Append {
         32 * ROWS
     }
 
-    /// Returns the blocks for `rows` rows: sequences times the most new tokens of one times key
-    /// heads, plus sequences times the most queries of one times query heads.
+    /// Returns the blocks for so many rows, new and rotated ones.
     pub const fn blocks(&self, rows: u32) -> u32 {
         rows.div_ceil(ROWS)
     }
@@ -86,7 +85,8 @@ impl Append {
     /// | `NewKey`, `NewValue` | addresses, with batch, row and head strides in elements |
     /// | `Key`, `Value` | the cache; with pages the batch stride is from page to page |
     /// | `KeyDescale`, `ValueDescale` | scales of 8-bit caches, as in [`Decode`](crate::Decode): read for each sequence and key head, or written for each token |
-    /// | `AllNewRows` | sequences times new tokens times key heads |
+    /// | `AllNewRows` | new rows times key heads, at least one for each sequence: as many rows of each sequence as the most of any, or where they are packed, those of the tensor |
+    /// | `Batch` | the number of sequences |
     /// | `KeyHeads`, `NewTokens` | [`Divisor`](crate::Divisor)s; `NewTokens` is the most new tokens of a sequence |
     /// | `NewRows` | rows of the tensors of new keys, which bound the starts |
     /// | `KeyLength` | positions that a sequence has room for |
@@ -104,7 +104,7 @@ impl Append {
     /// | `RotaryStarts` | the rotary position of each sequence's first new token, or 0: its length before |
     /// | `Query`, `RotatedQuery` | addresses with strides; may be the same memory |
     /// | `QueryHeads`, `QueryLength` | [`Divisor`](crate::Divisor)s; `QueryLength` is the most queries of a sequence |
-    /// | `AllRotatedRows` | sequences times queries times query heads, or 0 |
+    /// | `AllRotatedRows` | rows of queries, likewise, times query heads, or 0 |
     /// | `QueryRows`, `QueryStarts`, `QueryLengths` | as in [`Decode`](crate::Decode) |
     /// | `QueryStep` | 1 where the queries of a sequence have consecutive positions, 0 where all have the first |
     pub fn program(&self) -> Result<Program, Error> {
@@ -147,11 +147,11 @@ impl Append {
             ScaleSource::parameters(k, self.cache.value_scales, Tensor::ValueDescale),
         ];
         let rows: Reg<U32> = Number::AllNewRows.read(k);
-        let key_heads = DivisorRegisters::parameters(k, Number::KeyHeads);
-        let tokens = DivisorRegisters::parameters(k, Number::NewTokens);
-        let new = Span {
+        let batch: Reg<U32> = Number::Batch.read(k);
+        let new = Rows {
+            heads: DivisorRegisters::parameters(k, Number::KeyHeads),
+            most: DivisorRegisters::parameters(k, Number::NewTokens),
             rows: Number::NewRows.read(k),
-            most: tokens.number,
             lengths: List::NewLengths.address(k),
             starts: List::NewStarts.address(k),
         };
@@ -165,13 +165,10 @@ impl Append {
         let (block, thread) = (k.block_index(), k.thread_index());
         let index = k.eval(block * ROWS + thread / 32);
         k.if_(index.less(rows), |k| {
-            let (rest, head) = key_heads.divide(k, index);
-            let (sequence, token) = tokens.divide(k, rest);
-            let (first, count) = new.of(k, sequence);
+            let Row { head, sequence, token, source, exists } = new.find(k, index, batch);
             let length = before.length(k, sequence);
-            let source = k.eval(first + token);
             let position = k.eval(length + token);
-            k.if_(token.less(count) & position.less(before.capacity), |k| {
+            k.if_(exists & position.less(before.capacity), |k| {
                 let entry = places.entry(k, sequence);
                 let (entry, row) = places.locate(k, entry, position);
                 let (from, to) = ([sequence, source, head], [entry, row, head]);
@@ -200,27 +197,26 @@ impl Append {
                 }
                 copy(k, self.element, value, 0..self.value_head_dim);
             });
-            let wanted = k.eval(after.reinterpret::<U64>().differs(0));
+        });
+        // There are at least as many warps as sequences.
+        k.if_(after.reinterpret::<U64>().differs(0) & index.less(batch), |k| {
+            let (_, count) = new.span().of(k, index);
+            let length = before.length(k, index);
+            let length = k.eval((length + count).minimum(before.capacity));
             let lane = k.lane();
-            let mine = k.eval(token.equals(0) & head.equals(0) & lane.equals(0));
-            k.if_(wanted & mine, |k| {
-                let length = k.eval((length + count).minimum(before.capacity));
-                k.store(after + sequence.convert::<U64>() * 4, length);
-            });
+            k.if_(lane.equals(0), |k| k.store(after + index.convert::<U64>() * 4, length));
         });
         if let (Some(angles), Some(queries)) = (angles, queries) {
             // Indices of key rows wrap around to beyond every query row.
             let index = k.eval(index - rows);
             k.if_(index.less(queries.rotated_rows), |k| {
-                let (rest, head) = queries.heads.divide(k, index);
-                let (sequence, query) = queries.length.divide(k, rest);
-                let (first, count) = queries.span().of(k, sequence);
-                k.if_(query.less(count), |k| {
+                let Row { head, sequence, token, source, exists } =
+                    queries.rows.find(k, index, batch);
+                k.if_(exists, |k| {
                     let length = before.length(k, sequence);
                     let start = angles.start(k, sequence, length);
-                    let position = k.eval(start + query * queries.step);
-                    let row = k.eval(first + query);
-                    let at = [sequence, row, head];
+                    let position = k.eval(start + token * queries.step);
+                    let at = [sequence, source, head];
                     let ends = [&queries.from, &queries.to].map(|it| it.row(k, self.element, at));
                     self.rotate(k, &angles, ends, position);
                 });
@@ -255,17 +251,64 @@ impl Before {
     }
 }
 
+/// The rows of new tokens or of queries, all heads of one after the other: of each sequence as many
+/// as the most of any, or where sequences are packed, those of the tensor.
+struct Rows {
+    heads: DivisorRegisters,
+    /// The most rows of a sequence.
+    most: DivisorRegisters,
+    rows: Reg<U32>,
+    starts: Reg<GlobalAddress>,
+    lengths: Reg<GlobalAddress>,
+}
+
+/// One of the rows, and a head.
+struct Row {
+    head: Reg<U32>,
+    sequence: Reg<U32>,
+    /// Its number in its sequence.
+    token: Reg<U32>,
+    /// Its row in the tensor, or in its batch entry.
+    source: Reg<U32>,
+    /// Whether its sequence has so many rows.
+    exists: Reg<Pred>,
+}
+
+impl Rows {
+    fn span(&self) -> Span {
+        let Rows { rows, starts, lengths, most, .. } = *self;
+        Span { starts, rows, most: most.number, lengths }
+    }
+
+    /// Returns the row and head of a warp.
+    fn find(&self, k: &mut Builder, index: Reg<U32>, batch: Reg<U32>) -> Row {
+        let (row, head) = self.heads.divide(k, index);
+        let (sequence, token) = self.most.divide(k, row);
+        let (sequence, token) = (k.variable(sequence), k.variable(token));
+        let packed = k.eval(self.starts.reinterpret::<U64>().differs(0));
+        k.if_(packed, |k| {
+            let found = search(k, batch, row, |k, sequence| {
+                // An empty sequence may start after its end.
+                let [start, end] = [0, 1].map(|it| entry_of(k, self.starts, sequence + it, 0));
+                let begin = k.eval(start.minimum(end));
+                clamp(k, begin, self.rows).into()
+            });
+            k.set(sequence, found);
+        });
+        let (first, count) = self.span().of(k, sequence);
+        // Before the first sequence there are no rows: the number wraps around to beyond them all.
+        k.if_(packed, |k| k.set(token, row - first));
+        let exists = k.eval(token.less(count));
+        Row { head, sequence, token, source: k.eval(first + token), exists }
+    }
+}
+
 /// The queries to be rotated, as launch parameters.
 struct Queries {
     from: Strided,
     to: Strided,
-    heads: DivisorRegisters,
-    /// The most queries of a sequence.
-    length: DivisorRegisters,
     rotated_rows: Reg<U32>,
-    rows: Reg<U32>,
-    starts: Reg<GlobalAddress>,
-    lengths: Reg<GlobalAddress>,
+    rows: Rows,
     step: Reg<U32>,
 }
 
@@ -274,19 +317,16 @@ impl Queries {
         Queries {
             from: Strided::parameters(k, Tensor::Query),
             to: Strided::parameters(k, Tensor::RotatedQuery),
-            heads: DivisorRegisters::parameters(k, Number::QueryHeads),
-            length: DivisorRegisters::parameters(k, Number::QueryLength),
             rotated_rows: Number::AllRotatedRows.read(k),
-            rows: Number::QueryRows.read(k),
-            starts: List::QueryStarts.address(k),
-            lengths: List::QueryLengths.address(k),
+            rows: Rows {
+                heads: DivisorRegisters::parameters(k, Number::QueryHeads),
+                most: DivisorRegisters::parameters(k, Number::QueryLength),
+                rows: Number::QueryRows.read(k),
+                starts: List::QueryStarts.address(k),
+                lengths: List::QueryLengths.address(k),
+            },
             step: Number::QueryStep.read(k),
         }
-    }
-
-    fn span(&self) -> Span {
-        let Queries { rows, starts, lengths, length, .. } = *self;
-        Span { starts, rows, most: length.number, lengths }
     }
 }
 

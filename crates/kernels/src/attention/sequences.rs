@@ -209,6 +209,35 @@ impl Span {
     }
 }
 
+/// Returns the last of `count` sequences that begins no later than `place`, or the first one. `begin`
+/// returns where a sequence begins, later for each than for the one before. The lanes of a warp
+/// search 32 sequences at a time.
+pub(crate) fn search(
+    k: &mut Builder,
+    count: Reg<U32>,
+    place: Reg<U32>,
+    begin: impl Fn(&mut Builder, Reg<U32>) -> Value<U32>,
+) -> Reg<U32> {
+    let lane = k.lane();
+    let (first, left) = (k.variable::<U32>(0), k.variable(count));
+    k.loop_(|k| {
+        let step = k.eval((left + 31) / 32);
+        let ahead = k.eval(lane * step);
+        let begins = k.variable::<U32>(u32::MAX);
+        k.if_(ahead.less(left), |k| {
+            let sequence = k.eval(first + ahead);
+            let found = begin(k, sequence);
+            k.set(begins, found);
+        });
+        let passed = k.count_lanes(begins.at_most(place));
+        let ahead = k.eval((passed.maximum(1) - 1) * step);
+        k.set(first, first + ahead);
+        k.set(left, (left - ahead).minimum(step));
+        k.break_if(step.at_most(1));
+    });
+    first
+}
+
 /// Clamps a signed number from memory to `0..=most`.
 #[track_caller]
 pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32> {

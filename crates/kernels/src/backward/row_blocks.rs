@@ -12,7 +12,7 @@ use ptx::{
 
 use super::SumsLayout;
 use crate::attention::Batch;
-use crate::attention::sequences::{Span, clamp, entry_of};
+use crate::attention::sequences::{Span, clamp, entry_of, search};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::{Rows, Strided};
@@ -107,7 +107,13 @@ impl RowBlocks {
             Sequences::Ragged { batch, queries, entry_rows, query_blocks } => {
                 let (block, head) = self.heads.divide(k, index);
                 let number = k.eval(head * *query_blocks + block);
-                let sequence = self.search(k, block, *batch, queries, *entry_rows);
+                // The last sequence whose query blocks begin no later than this one.
+                let sequence = search(k, *batch, block, |k, sequence| {
+                    let otherwise = k.eval((sequence * *entry_rows).reinterpret::<S32>());
+                    let start = entry_of(k, queries.starts, sequence, otherwise);
+                    let start = clamp(k, start, queries.rows);
+                    start / self.query_block + sequence
+                });
                 let otherwise = k.eval((sequence * *entry_rows).reinterpret::<S32>());
                 let (start, query_length) = queries.from(k, sequence, otherwise);
                 let first = k.eval(start / self.query_block + sequence);
@@ -118,38 +124,6 @@ impl RowBlocks {
                 RowBlock { number, block, head, query_length, place }
             }
         }
-    }
-
-    /// Returns the last sequence whose query blocks begin no later than `block`. The lanes of a
-    /// warp search 32 sequences at a time.
-    fn search(
-        &self,
-        k: &mut Builder,
-        block: Reg<U32>,
-        batch: Reg<U32>,
-        queries: &Span,
-        entry_rows: Reg<U32>,
-    ) -> Reg<U32> {
-        let lane = k.lane();
-        let (first, left) = (k.variable::<U32>(0), k.variable(batch));
-        k.loop_(|k| {
-            let step = k.eval((left + 31) / 32);
-            let ahead = k.eval(lane * step);
-            let begins = k.variable::<U32>(u32::MAX);
-            k.if_(ahead.less(left), |k| {
-                let sequence = k.eval(first + ahead);
-                let otherwise = k.eval((sequence * entry_rows).reinterpret::<S32>());
-                let start = entry_of(k, queries.starts, sequence, otherwise);
-                let start = clamp(k, start, queries.rows);
-                k.set(begins, start / self.query_block + sequence);
-            });
-            let passed = k.count_lanes(begins.at_most(block));
-            let ahead = k.eval((passed.maximum(1) - 1) * step);
-            k.set(first, first + ahead);
-            k.set(left, (left - ahead).minimum(step));
-            k.break_if(step.at_most(1));
-        });
-        first
     }
 }
 
