@@ -66,6 +66,10 @@ pub(super) fn launch(
     if !cache.is_converted_by(chip.target) {
         return Err(format!("{} does not convert {}", chip.target, cache.element));
     }
+    let tensors = [Tensor::WideKey, Tensor::WideValue];
+    let [keys, values] = tensors.map(|tensor| widened::bytes(problem, tensor));
+    let bytes = [keys?, values?];
+    check_memory(problem, bytes[0].saturating_add(bytes[1]))?;
     let mut choice = choose(&widened::problem(problem))?;
     let key_blocks = problem.key_length.div_ceil(POSITIONS as usize).max(1);
     let blocks = problem.batch.checked_mul(key_blocks).filter(|it| *it <= i32::MAX as usize);
@@ -84,14 +88,28 @@ pub(super) fn launch(
     let widening = Launch { kernel, blocks, numbers, widened: false };
     choice.launches.insert(choice.prepared, widening);
     choice.main += 1;
-    for tensor in [Tensor::WideKey, Tensor::WideValue] {
-        choice.memory.push(Memory {
-            source: Source::Tensor(tensor),
-            bytes: widened::bytes(problem, tensor)?,
-            contents: Contents::Anything,
-        });
+    for (tensor, bytes) in tensors.into_iter().zip(bytes) {
+        let source = Source::Tensor(tensor);
+        choice.memory.push(Memory { source, bytes, contents: Contents::Anything });
     }
     Ok(choice)
+}
+
+/// Refuses widened tensors that are larger than the whole cache would be in 16 bits, beyond a
+/// gibibyte: tables of pages have columns for sequences far longer than the pages hold together,
+/// and how long they are is known on the device alone.
+fn check_memory(problem: &Problem, bytes: u64) -> Result<(), String> {
+    const ALWAYS: u64 = 1 << 30;
+    let [keys, values] = [problem.key_shape(), problem.value_shape()].map(|shape| shape.elements());
+    let elements = keys.zip(values).and_then(|(keys, values)| keys.checked_add(values));
+    let cache = elements.map_or(u64::MAX, |elements| (elements as u64).saturating_mul(2));
+    match bytes <= cache.max(ALWAYS) {
+        true => Ok(()),
+        false => Err(format!(
+            "sequences of {} keys are {bytes} bytes in 16 bits, and the whole cache is {cache}",
+            problem.key_length
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -134,6 +152,21 @@ mod tests {
         assert_eq!(memory.map(|it| it.bytes).sum::<u64>(), 2 * 2 * 4096 * 4 * 128 * 2);
         assert_eq!(names(&chosen(&Chip::typical(Target::SM_89), &cached(2048))), ["widen", "mma"]);
         assert_eq!(names(&chosen(&Chip::H200, &cached(4))), ["decode"]);
+    }
+
+    /// A table for 256 sequences of 131,072 keys, over pages that hold a million.
+    #[test]
+    fn sequences_that_the_pages_do_not_hold_are_not_widened() {
+        let pages = |columns| Storage::Paged { size: 16, columns, pages: 1 << 16 };
+        let many = Problem { batch: 256, ..cached(64).with_key_length(131_072) };
+        let many = many.with_storage(Storage::Packed(16_384), pages(8192));
+        let plan = Plan::on_chip(&Chip::H200, &many, &Preference::default()).unwrap();
+        assert_eq!(plan.chosen.kernel, "decode");
+        let refused = plan.candidates.iter().find(|it| it.kernel == "widen").unwrap();
+        assert!(refused.reason.contains("the whole cache is 2147483648"), "{}", refused.reason);
+        let few = Problem { batch: 2, ..many.clone() };
+        let few = few.with_storage(Storage::Packed(128), pages(8192));
+        assert_eq!(chosen(&Chip::H200, &few).launches[0].kernel.family(), "widen");
     }
 
     #[test]
