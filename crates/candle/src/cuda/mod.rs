@@ -40,7 +40,7 @@ pub(crate) fn attend(
     let mut output = uninitialized(device, call.output_shape().elem_count(), dtype)?;
     let lse = problem.lse.then(|| uninitialized(device, problem.rows(), DType::F32));
     let mut lse = lse.transpose()?;
-    if problem.batch * problem.query_length * problem.rows() > 0 {
+    if problem.batch > 0 && problem.query_length > 0 && problem.rows() > 0 {
         let (query, _query) = address(query, stream)?;
         let (key, _key) = address(key, stream)?;
         let (value, _value) = address(value, stream)?;
