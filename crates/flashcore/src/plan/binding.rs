@@ -352,6 +352,8 @@ fn of_problem(problem: &Problem, number: Number) -> Option<usize> {
     Some(match number {
         Number::Batch => problem.batch,
         Number::QueryLength => problem.query_length,
+        // A cache without batch entries or pages has no keys, whatever lengths say.
+        Number::KeyLength if problem.entries() == 0 => 0,
         Number::KeyLength => problem.key_length,
         Number::QueryHeads => problem.query_heads,
         Number::KeyHeads => problem.kv_heads,
