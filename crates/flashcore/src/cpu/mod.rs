@@ -46,7 +46,7 @@ use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan};
-use crate::problem::{Pass, Problem, RowScores};
+use crate::problem::{MOST_HEAD_DIM, Pass, Problem, RowScores};
 use crate::serving::Sequences;
 use crate::tensor::{Element, Tensor, with_elements};
 use kernels::attention::function::Here;
@@ -69,10 +69,6 @@ pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
         Pass::Backward => BACKWARD,
     }
 }
-
-/// The largest supported head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at
-/// this dim; head dims in use are below a hundredth of it.
-const MAX_HEAD_DIM: usize = 1 << 16;
 
 impl CpuBackend {
     /// Creates the back end over the threads of this process. Starts none.
@@ -117,7 +113,7 @@ impl CpuBackend {
         let served = match (problem.validate(), alike) {
             (Err(error), _) => Err(error.to_string()),
             (_, Err(reason)) => Err(reason),
-            _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
+            _ if largest > MOST_HEAD_DIM => Err(format!("head dims end at {MOST_HEAD_DIM}")),
             _ => Ok("serves every length, mask and element type".to_owned()),
         };
         Candidate {

@@ -11,7 +11,7 @@ use super::backward::{Kernels, REASON, launch};
 use super::forward::equal_lengths_workload;
 use super::{Asked, Choice, Family, ragged_backward};
 use crate::chip::Chip;
-use crate::plan::arrangement::tensors;
+use crate::plan::rows::Rows;
 use crate::problem::Pass;
 
 /// The `backward-mma` family.
@@ -41,13 +41,7 @@ impl Family for BackwardMma {
             (workload.element, workload.rules, problem.deterministic);
         let backward = tuned_backward(target, element, dim, value_dim, rules, deterministic, batch)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
-        for tensor in tensors(problem) {
-            // Offsets between rows are 32-bit byte counts.
-            let [(_, bytes), ..] = arrangement.steps(problem, tensor);
-            if bytes > u64::from(u32::MAX) {
-                return Err(format!("a length stride of {bytes} bytes is not below 4 GiB"));
-            }
-        }
+        Rows::check_offsets(problem, arrangement)?;
         let reason = if batch == Batch::Equal { REASON } else { ragged_backward::REASON };
         launch(chip, problem, &kernels(backward), reason.to_owned())
     }

@@ -6,9 +6,10 @@ use kernels::parameter::{Number, Workspace};
 use kernels::{Cache, Configuration, Scales};
 use ptx::Capability;
 
+use super::schedule::key_rows;
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_head_dims, narrow_cache, tensor_core_element,
-    window_kind,
+    Asked, Choice, Contents, Family, MOST_POSITIONS, Memory, check_head_dims, check_positions,
+    narrow_cache, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
 use crate::plan::Source;
@@ -19,9 +20,6 @@ pub(super) struct Decode;
 
 /// Name of the family.
 pub(super) const NAME: &str = "decode";
-
-/// Positions are 31-bit numbers, with room for a window on both sides.
-const MOST_POSITIONS: usize = 1 << 29;
 
 impl Family for Decode {
     fn name(&self) -> &'static str {
@@ -53,10 +51,10 @@ impl Family for Decode {
             return Err(format!("{} does not convert {}", chip.target, cache.element));
         }
         let query_rows = query_rows(problem).ok_or("there are too many queries")?;
+        check_positions(problem)?;
         let rows = problem.query_shape().length.max(problem.key_shape().length);
-        if problem.key_length.max(rows) > MOST_POSITIONS {
-            let length = problem.key_length.max(rows);
-            return Err(format!("{length} keys are more than {MOST_POSITIONS}"));
+        if rows > MOST_POSITIONS {
+            return Err(format!("{rows} rows of a tensor are more than {MOST_POSITIONS}"));
         }
         let workload = DecodeWorkload {
             element,
@@ -102,8 +100,9 @@ pub(crate) fn launch(
     let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);
     let blocks = blocks.ok_or("the number of query rows is too large for the GPU kernel")?;
     // Tile numbers have 31 bits; every sequence has at least one tile.
-    let tiles = problem.key_length / decode.tile_keys as usize + 2;
-    if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
+    let tiles = key_rows(problem) / u64::from(decode.tile_keys);
+    let tiles = tiles.saturating_add((problem.batch as u64).saturating_mul(2));
+    if tiles > i32::MAX as u64 {
         return Err("the number of keys of all sequences is too large".to_owned());
     }
     // A single team has every sequence as a whole: only its running parts need room.
@@ -189,6 +188,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The longest of many packed sequences says little about all of them.
+    #[test]
+    fn keys_are_counted_where_their_number_is_known() {
+        let problem = Problem::new(100_000, 8, 1, 64).with_key_length(1 << 20);
+        let packed = problem.clone().with_storage(Storage::Padded, Storage::Packed(4_000_000));
+        assert!(choose(&Chip::H200, &packed).is_ok());
+        let refused = choose(&Chip::H200, &problem).unwrap_err();
+        assert_eq!(refused, "the number of keys of all sequences is too large");
     }
 
     #[test]
@@ -330,7 +339,7 @@ mod tests {
         assert_eq!(refusal(Chip::H200, Problem::new(0, 2, 1, 64)), "there are no queries");
         assert_eq!(
             refusal(Chip::H200, good.with_key_length(1 << 30)),
-            "1073741824 keys are more than 536870912"
+            "a length of 1073741824 is more than 536870912"
         );
     }
 }

@@ -51,13 +51,7 @@ impl Family for Mma {
             }
         }
         arrangement.check_copies(problem)?;
-        for tensor in [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output] {
-            // Offsets between rows are 32-bit byte counts.
-            let [(_, bytes), ..] = arrangement.steps(problem, tensor);
-            if bytes > u64::from(u32::MAX) {
-                return Err(format!("a length stride of {bytes} bytes is not below 4 GiB"));
-            }
-        }
+        Rows::check_offsets(problem, arrangement)?;
         let untuned = || "no configuration is tuned for it".to_owned();
         if problem.has_equal_lengths() {
             let workload = equal_lengths_workload(chip, problem)?;
@@ -242,6 +236,13 @@ mod tests {
         arrangement.key = Strides { length: 1 << 31, ..arrangement.key };
         let chip = &Chip::typical(Target::SM_80);
         let asked = Asked { chip, problem: &good, arrangement: &arrangement };
+        let far = Mma { sums: Element::F32 }.choose(&asked).unwrap_err();
+        assert_eq!(far, "a length stride of 4294967296 bytes is not below 4 GiB");
+        // Where each sequence has one row, the rows are as far apart as batch entries.
+        let one: Problem = "b=2,h=2,s=1,sk=100,d=64,f16,key_lengths".parse().unwrap();
+        let mut arrangement = Arrangement::contiguous(&one).unwrap();
+        arrangement.query = Strides { batch: 1 << 31, ..arrangement.query };
+        let asked = Asked { chip, problem: &one, arrangement: &arrangement };
         let far = Mma { sums: Element::F32 }.choose(&asked).unwrap_err();
         assert_eq!(far, "a length stride of 4294967296 bytes is not below 4 GiB");
     }

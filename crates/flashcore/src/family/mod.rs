@@ -476,6 +476,20 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     }
 }
 
+/// The most positions of a sequence.
+const MOST_POSITIONS: usize = Window::OPEN as usize;
+
+/// Refuses sequences with more than [`MOST_POSITIONS`].
+fn check_positions(problem: &Problem) -> Result<(), String> {
+    let Problem { query_length, key_length, .. } = *problem;
+    match query_length.max(key_length) {
+        length if length > MOST_POSITIONS => {
+            Err(format!("a length of {length} is more than {MOST_POSITIONS}"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The sizes of a problem with equal lengths, as the 32-bit numbers that kernels take.
 struct Counts {
     query_length: u32,
@@ -494,12 +508,7 @@ impl Counts {
         let [query_length, key_length] = [count(problem.query_length)?, count(problem.key_length)?];
         let [heads, key_heads] = [count(problem.query_heads)?, count(problem.kv_heads)?];
         let batch = count(problem.batch)?;
-        // Positions are compared as signed numbers, and some are up to a tile past the end.
-        let margin = 1024;
-        let positions = u64::from(query_length) + u64::from(key_length) + margin;
-        if positions > i32::MAX as u64 {
-            return Err(too_large("the lengths"));
-        }
+        check_positions(problem)?;
         let tiles_per_head = query_length.div_ceil(query_rows);
         // Tile numbers are divided by multiplication with a reciprocal, which is exact below 2^31.
         let tiles = u64::from(heads)

@@ -7,7 +7,10 @@ use kernels::sequencer::Tiles;
 use kernels::{Configuration, Sequencer};
 use ptx::{Element, Target};
 
-use super::{Choice, Contents, Memory, Tiling, check_scale, tensor_core_element, window_kind};
+use super::{
+    Choice, Contents, Memory, Tiling, check_positions, check_scale, tensor_core_element,
+    window_kind,
+};
 use crate::chip::Chip;
 use crate::plan::{Launch, Source};
 use crate::problem::{Problem, Storage};
@@ -85,6 +88,7 @@ pub(super) fn ragged_workload_of(
     problem: &Problem,
 ) -> Result<Workload, String> {
     check_scale(problem)?;
+    check_positions(problem)?;
     Ok(Workload {
         element,
         head_dim: problem.head_dim as u32,
@@ -107,7 +111,7 @@ pub(super) fn query_rows(problem: &Problem) -> u64 {
 }
 
 /// Returns the number of key rows of all sequences, likewise.
-fn key_rows(problem: &Problem) -> u64 {
+pub(super) fn key_rows(problem: &Problem) -> u64 {
     match problem.keys {
         Storage::Packed(rows) => rows as u64,
         _ => (problem.batch as u64).saturating_mul(problem.key_length as u64),

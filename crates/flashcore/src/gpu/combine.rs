@@ -14,7 +14,7 @@ use super::{Chip, DeviceTensor, Gpu, GpuError};
 use crate::dtype::DType;
 use crate::family::Choice;
 use crate::plan::{Arrangement, Launch, Source, Value, axis_of, bind_with};
-use crate::problem::Problem;
+use crate::problem::{MOST_HEAD_DIM, Problem};
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
 /// Description of what is combined.
@@ -46,8 +46,8 @@ impl CombineProblem {
     pub fn choose(&self, chip: &Chip) -> Result<Choice, GpuError> {
         let refuse = |reason: String| Err(GpuError::Unsupported { kernel: "combine", reason });
         let Shape { batch, length, heads, dim } = self.shape;
-        if dim == 0 || !dim.is_multiple_of(2) || dim > 1 << 16 {
-            return refuse(format!("head dim {dim} is not even or beyond 65536"));
+        if dim == 0 || !dim.is_multiple_of(2) || dim > MOST_HEAD_DIM {
+            return refuse(format!("head dim {dim} is not even or beyond {MOST_HEAD_DIM}"));
         }
         if self.parts == 0 {
             return refuse("there are no parts".to_owned());
@@ -58,9 +58,10 @@ impl CombineProblem {
         }
         let too_large = |what| GpuError::TooLarge { what };
         let parts = u32::try_from(self.parts).map_err(|_| too_large("the number of parts"))?;
-        // Thread numbers have 32 bits.
+        // Numbers of threads and of rows have 32 bits.
         let rows = batch.checked_mul(length).and_then(|rows| rows.checked_mul(heads));
-        let rows = rows.filter(|rows| rows.checked_mul(dim / 2).is_some_and(|it| it < 1 << 31));
+        let rows =
+            rows.filter(|rows| rows.checked_mul(dim / 2).is_some_and(|it| it <= u32::MAX as usize));
         let rows = rows.ok_or(too_large("the number of rows"))?;
         let combine = Combine {
             target: chip.target,
@@ -338,6 +339,17 @@ mod tests {
     use ptx::Target;
 
     use super::*;
+
+    /// A million tokens of 32 heads of 128 are 2^31 threads.
+    #[test]
+    fn threads_have_32_bits() {
+        let blocks = |tokens| {
+            let problem = CombineProblem::new(2, Shape::new(1, tokens, 32, 128), DType::BF16);
+            problem.choose(&Chip::H200).map(|choice| choice.launches[0].blocks)
+        };
+        assert_eq!(blocks(1 << 20).unwrap(), 1 << 23);
+        assert!(matches!(blocks(1 << 21), Err(GpuError::TooLarge { .. })));
+    }
 
     #[test]
     fn every_parameter_is_known() {

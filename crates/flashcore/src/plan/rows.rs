@@ -57,6 +57,24 @@ impl Rows {
         Ok(())
     }
 
+    /// Refuses tensors whose rows are 4 GiB apart or more, for kernels that count the bytes between
+    /// rows in 32 bits.
+    pub(crate) fn check_offsets(
+        problem: &Problem,
+        arrangement: &Arrangement,
+    ) -> Result<(), String> {
+        for tensor in arrangement::tensors(problem) {
+            let bytes = match problem.has_equal_lengths() {
+                true => arrangement.steps(problem, tensor)[0].1,
+                false => Rows::of(problem, arrangement, tensor)?.row_bytes,
+            };
+            if bytes > u64::from(u32::MAX) {
+                return Err(format!("a length stride of {bytes} bytes is not below 4 GiB"));
+            }
+        }
+        Ok(())
+    }
+
     fn new(
         strides: Strides,
         element_bytes: usize,
