@@ -396,3 +396,19 @@ pub(crate) fn axis_of(strides: crate::tensor::Strides, axis: Axis) -> u64 {
     };
     stride as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caches_without_pages_or_entries_have_no_keys() {
+        let keys = |storage| {
+            let problem = Problem::new(1, 1, 1, 64).with_key_length(32);
+            of_problem(&problem.with_storage(Storage::Padded, storage), Number::KeyLength)
+        };
+        let paged = |pages| Storage::Paged { size: 16, columns: 2, pages };
+        assert_eq!([paged(3), Storage::Entries(2), Storage::Padded].map(keys), [Some(32); 3]);
+        assert_eq!([paged(0), Storage::Entries(0)].map(keys), [Some(0); 2]);
+    }
+}
