@@ -61,7 +61,12 @@ struct Entries {
 }
 
 /// Keys that share an entry of the block table where pages allow it.
-const RUN: u32 = 16;
+pub(super) const RUN: u32 = 16;
+
+/// Returns how many tiles of a warp the entries of its 32 lanes are for.
+pub(super) const fn tiles_of_entries(tile_keys: u32) -> u32 {
+    32 * RUN / tile_keys
+}
 
 impl<'a> LookUp<'a> {
     pub(super) fn new(
@@ -144,9 +149,8 @@ impl<'a> LookUp<'a> {
         }
     }
 
-    /// Returns how many tiles of the warp 32 entries are for.
     fn tiles(&self) -> u32 {
-        32 * RUN / self.decode.tile_keys
+        tiles_of_entries(self.decode.tile_keys)
     }
 
     /// Returns the place of a tile without pages.

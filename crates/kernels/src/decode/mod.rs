@@ -67,6 +67,7 @@ use crate::parameter::Number;
 use crate::{Error, build};
 use copies::Copies;
 use fixed::Fixed;
+use look_up::{RUN, tiles_of_entries};
 use merge::{Merge, Results};
 use queries::Inputs;
 use scales::Scaling;
@@ -311,6 +312,10 @@ impl Decode {
                 "one row of a page is looked up, or 16 that lie in one",
             ),
             (![16, 32].contains(&self.tile_keys), "a tile has 16 or 32 keys"),
+            (
+                self.page_rows == Some(RUN) && self.stages >= tiles_of_entries(self.tile_keys),
+                "the entries that a warp looks up at once are for more tiles than there are stages",
+            ),
             (
                 self.stages == 0 || !(1..=16).contains(&self.warps) || self.blocks == 0,
                 "there are 1 to 16 warps and at least one stage and block",

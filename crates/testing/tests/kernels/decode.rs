@@ -129,6 +129,20 @@ fn narrow(element: Element, key_scales: Scales, value_scales: Scales) -> Decode 
     Decode { target: Target::SM_89, cache, ..small() }
 }
 
+/// A warp's 32 entries are for 16 tiles of 32 keys, and must last longer than a round of the ring.
+#[test]
+fn more_stages_than_entries_are_refused() {
+    let deep = |page_rows, stages| {
+        let target = Target::SM_90A;
+        Decode { page_rows, stages, tile_keys: 32, warps: 1, target, ..small() }.program()
+    };
+    for (page_rows, stages) in [(Some(16), 15), (Some(1), 16)] {
+        deep(page_rows, stages).unwrap();
+    }
+    let refused = deep(Some(16), 16).unwrap_err().to_string();
+    assert!(refused.contains("more tiles than there are stages"), "{refused}");
+}
+
 #[test]
 fn decode_over_8_bits_is_attention() {
     use Element::{BF16, E4M3, E5M2, F16, Int8};
