@@ -79,6 +79,7 @@ def llama_losses(attention, device, dtype, steps=10):
 
 
 @every_device
+@pytest.mark.hardware
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
     from flashcore import flash_attn_func

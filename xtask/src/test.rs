@@ -52,8 +52,9 @@ const WORKSPACE: [Check; 7] = [
 ];
 
 /// The other lane. The Python package comes first: it is what takes long.
-const OTHERS: [Check; 7] = [
+const OTHERS: [Check; 8] = [
     Check { name: "python", run: python::test, slow: true },
+    Check { name: "gpu tests", run: python::test_on_virtual_gpu, slow: true },
     Check { name: "ruff", run: python::lint, slow: true },
     Check { name: "cpu only", run: cpu_only, slow: true },
     Check { name: "examples", run: examples, slow: true },

@@ -69,7 +69,7 @@ const OPTIONS: &str = "checked,policy=random,seed=1";
 
 /// Checks problems on the virtual GPU, and runs the driver layer's own tests there.
 pub(crate) fn check(verbose: bool) -> Finding {
-    let folder = lay_out(verbose, false)?;
+    let folder = lay_out(verbose)?;
     let run = |mut command: Command| {
         command.env("LD_LIBRARY_PATH", &folder).env("FLASHCORE_VIRTUAL_GPU", OPTIONS);
         command.env("FLASHCORE_CACHE", folder.join("cache"));
@@ -89,25 +89,29 @@ pub(crate) fn check(verbose: bool) -> Finding {
 
 /// Builds the library for users, and prints its folder.
 pub(crate) fn build() -> Outcome {
-    println!("{}", lay_out(false, true)?.display());
+    println!("{}", lay_out(false)?.display());
     Ok(true)
 }
 
 /// Builds the library, and returns a folder that has it as `libcuda.so.1`.
-pub(crate) fn lay_out(verbose: bool, release: bool) -> Result<PathBuf, String> {
-    let mut build = cargo(&["build", "--package", "flashcore-virtual-gpu"]);
-    if release {
-        build.arg("--release");
-    }
-    run(build, verbose)?;
-    let profile = if release { "release" } else { "debug" };
-    let folder = root().join("target/virtual-gpu").join(profile);
-    let library = target().join(profile).join("libflashcore_virtual_gpu.so");
+pub(crate) fn lay_out(verbose: bool) -> Result<PathBuf, String> {
+    run(cargo(&["build", "--release", "--package", "flashcore-virtual-gpu"]), verbose)?;
+    let folder = root().join("target/virtual-gpu");
+    let library = target().join("release/libflashcore_virtual_gpu.so");
     let link = folder.join("libcuda.so.1");
-    let laid_out = fs::create_dir_all(&folder).and_then(|()| {
-        let _ = fs::remove_file(&link);
-        std::os::unix::fs::symlink(&library, &link)
-    });
-    laid_out.map_err(|error| format!("cannot write {}: {error}", link.display()))?;
+    // Another lane may be doing the same, or use the link already.
+    let is_there = || fs::read_link(&link).is_ok_and(|to| to == library);
+    if !is_there() {
+        let laid_out = fs::create_dir_all(&folder).and_then(|()| {
+            let _ = fs::remove_file(&link);
+            std::os::unix::fs::symlink(&library, &link)
+        });
+        match laid_out {
+            Err(error) if !is_there() => {
+                return Err(format!("cannot write {}: {error}", link.display()));
+            }
+            _ => {}
+        }
+    }
     Ok(folder)
 }

@@ -336,7 +336,9 @@ mod tests {
         assert_eq!(refusal(&Problem::new(1, 2, 0, 64)), "there are no queries");
         let many = refusal(&Problem::new(1 << 20, 1 << 12, 1, 8));
         assert!(many.starts_with("the number of tiles"), "{many}");
-        assert!(refusal(&Problem::new(1, 1, 1 << 31, 8)).starts_with("a length of 2147483648 is more"));
+        assert!(
+            refusal(&Problem::new(1, 1, 1 << 31, 8)).starts_with("a length of 2147483648 is more")
+        );
         // A batch of more than 65 thousand and more than 2^31 elements are supported.
         assert!(choose(&Chip::H200, &Problem::new(65_536, 32, 128, 128)).is_ok());
     }
