@@ -975,3 +975,15 @@ def test_wrong_use_of_the_backward_operator_is_named(at, change, error, words):
     call = (None, False, -1, -1, 0, 0.0, None, None, *(None,) * 12, "flash_attn_func", False, [True] * 3 + [False])
     with pytest.raises(error, match=words):
         torch.ops.flashcore.attention_backward(*arguments, *call)
+
+
+def test_the_extension_refuses_what_is_no_tensor():
+    q = torch.randn(1, 4, 2, 8)
+    numbers = (None, False, (-1, -1), 0, 0.0, None, None)
+    out, lse = flashcore._flashcore.attend((q, q, q), numbers, "flash_attn_func", True, "dispatcher")
+    into = tuple(torch.empty_like(q) for _ in range(3))
+    for saved, name in [((out, 3, out), "softmax_lse"), ((out, lse, [1]), "dout")]:
+        with pytest.raises(TypeError, match=f"{name} is a .*, expected a torch.Tensor"):
+            flashcore._flashcore.attend_backward((q, q, q), numbers, "flash_attn_func", saved, into, False)
+    with pytest.raises(TypeError, match="k is a <class 'int'>, expected a torch.Tensor"):
+        flashcore._flashcore.attend((q, 3, q), numbers, "flash_attn_func", True, "dispatcher")

@@ -124,9 +124,11 @@ impl<'py> Library<'py> {
     #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
-            Kind::Torch { torch, unreadable, .. } => torch
-                .read(tensor, name)
-                .map_err(|error| why_unread(error, tensor, name, unreadable)),
+            Kind::Torch { torch, unreadable, .. } => {
+                torch.expect(tensor, name)?;
+                let read = torch.read(tensor, name);
+                read.map_err(|error| why_unread(error, tensor, name, unreadable))
+            }
             Kind::Arrays { .. } => Ok(self.borrow(tensor, name)?.0),
         }
     }

@@ -249,6 +249,17 @@ impl Torch {
         }
     }
 
+    /// Refuses what is no tensor, and what [`read`](Torch::read) must therefore not be given.
+    #[inline]
+    pub(crate) fn expect(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+        let class = self.tensor.bind(tensor.py());
+        if tensor.get_type_ptr().cast() == class.as_ptr() || tensor.is_instance(class)? {
+            return Ok(());
+        }
+        let given = tensor.get_type();
+        Err(PyTypeError::new_err(format!("{name} is a {given}, expected a torch.Tensor")))
+    }
+
     /// Reads the memory of a tensor.
     #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
