@@ -120,21 +120,23 @@ def test_what_the_table_refuses_is_refused_by_name(library, name):
 
 def test_programs_that_import_flash_attention_get_ours():
     before = sys.modules.get("flash_attn")
-    compat.install()
+    compat.install("vllm_flash_attn", "flash_attn.cute", "flash_attn_interface")
     try:
         import flash_attn
         import flash_attn.cute
         import flash_attn_interface
         from flash_attn.bert_padding import pad_input
         from flash_attn.flash_attn_interface import flash_attn_varlen_func as second
+        from vllm.vllm_flash_attn.layers.rotary import apply_rotary_emb
         from vllm_flash_attn import flash_attn_varlen_func as forked
 
-        assert flash_attn.flash_attn_func is flash_attn_func
+        assert flash_attn.flash_attn_func is flashcore.compat.flash_attn.flash_attn_func
         assert second is flashcore.compat.flash_attn.flash_attn_varlen_func
-        assert flash_attn_interface is flashcore.compat.flash_attn_interface
-        assert flash_attn.cute is flashcore.compat.flash_attn_cute
+        assert flash_attn_interface.flash_attn_func is flashcore.compat.flash_attn_interface.flash_attn_func
+        assert flash_attn.cute.flash_attn_func is flashcore.compat.flash_attn_cute.flash_attn_func
         assert pad_input.__module__ == "flashcore.compat.bert_padding"
         assert forked.__module__ == "flashcore.compat.vllm_flash_attn"
+        assert apply_rotary_emb.__module__ == "flashcore.compat.rotary"
         # Programs ask what the interface has: windows since 2.3, softcaps since 2.6, torch.compile since 2.7.
         assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 7)
         assert flashcore.compat.vllm_flash_attn.__version__.startswith("2.7")

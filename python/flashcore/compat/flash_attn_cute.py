@@ -13,7 +13,10 @@ from .. import flash_attn_func as _func
 from .. import flash_attn_varlen_func as _varlen
 from .._arguments import flag, hints, refuse
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["__version__", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+# The version of FlashAttention whose interface this is.
+__version__ = "4.0.0"
 
 
 def flash_attn_func(

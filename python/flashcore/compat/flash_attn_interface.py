@@ -13,6 +13,7 @@ from .. import (
 from .. import flash_attn_func as _func
 
 __all__ = [
+    "__version__",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -20,6 +21,9 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
+
+# The version of FlashAttention whose interface this is.
+__version__ = "3.0.0"
 
 
 def flash_attn_func(
