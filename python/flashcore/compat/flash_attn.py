@@ -14,6 +14,12 @@ from .. import (
 from .. import flash_attn_varlen_func as _varlen
 from .. import flash_attn_with_kvcache as _with_kvcache
 
+try:
+    from ._passes import *  # noqa: F403
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+
 __all__ = [
     "__version__",
     "flash_attn_func",
