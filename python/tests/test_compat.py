@@ -61,6 +61,14 @@ def arguments(function):
     return [argument.name for argument in found if argument.kind is not argument.KEYWORD_ONLY]
 
 
+def of_forks(function):
+    """The arguments that forks of the library have, which ours takes by keyword."""
+    if not function.__module__.startswith("flashcore.compat."):
+        return []
+    found = inspect.signature(function).parameters.values()
+    return [argument.name for argument in found if argument.kind is argument.KEYWORD_ONLY]
+
+
 def table():
     """What docs/python.md says of each argument of each library."""
     said = {}
@@ -77,6 +85,7 @@ def table():
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_argument_is_in_the_table(library):
     there = {name for function in functions(library).values() for name in arguments(function)}
+    there |= {name for function in functions(library).values() for name in of_forks(function)}
     assert there == {name for of, name in table() if of == library}
 
 
@@ -110,7 +119,11 @@ def test_what_the_table_refuses_is_refused_by_name(library, name):
     tried = 0
     for function, good in calls.items():
         call = functions(library).get(function)
-        if call is None or name not in arguments(call) or (name == "cu_seqlens" and library == "FA2"):
+        if (
+            call is None
+            or name not in (*arguments(call), *of_forks(call))
+            or (name == "cu_seqlens" and library == "FA2")
+        ):
             continue
         with pytest.raises(NotImplementedError, match=f"^{name}=.* is not supported yet"):
             call(**good, **{name: 2})
@@ -183,6 +196,21 @@ def test_the_libraries_differ_in_order_and_form_only():
     from flashcore.flash_attn import flash_attn_varlen_func as by_place
 
     assert by_place is functions("FA2")["flash_attn_varlen_func"]
+
+
+def test_factors_of_wide_tensors_are_ignored_for_vllm():
+    call, ones = functions("vLLM")["flash_attn_varlen_func"], torch.full((1, 2), 2.0)
+    rows, starts = torch.randn(4, 2, 16).bfloat16(), torch.tensor([0, 4], dtype=torch.int32)
+    factors = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+    expected = call(rows, rows, rows, 4, starts, 4, starts)
+    assert torch.equal(call(rows, rows, rows, 4, starts, 4, starts, dynamic_causal=False, **factors), expected)
+    with pytest.raises(ValueError, match="q_descale was given with a q of bf16"):
+        flash_attn_varlen_func(rows, rows, rows, starts, starts, 4, 4, **factors)
+    small = rows.to(torch.float8_e4m3fn)
+    found = call(rows, small, small, 4, starts, 4, starts, **factors)
+    del factors["q_descale"]
+    assert torch.equal(found, flash_attn_varlen_func(rows, small, small, starts, starts, 4, 4, **factors))
+    assert not torch.equal(found, call(rows, small, small, 4, starts, 4, starts))
 
 
 def test_windows_have_many_forms():
