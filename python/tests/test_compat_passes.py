@@ -104,6 +104,22 @@ def test_passes_of_parts_of_the_keys_add_up():
     assert torch.allclose(total, dq, atol=1e-6)
 
 
+def test_a_negative_softcap_is_none():
+    q, k, v = torch.randn(3, 1, 5, 2, 16)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    results = []
+    for softcap in (0.0, -1.0):
+        rules = (0.0, 0.25, True, -1, -1, softcap, None)
+        out, lse, *_ = forward(q, k, v, *rules, False)
+        rows, *_ = varlen_forward(q[0], k[0], v[0], starts, starts, 5, 5, *rules)
+        into = [torch.empty_like(q) for _ in range(6)]
+        backward(q, q, k, v, out, lse, *into[:3], *rules, False)
+        packed = [it[0] for it in (q, q, k, v, out, lse, *into[3:])]
+        varlen_backward(*packed, starts, starts, 5, 5, *rules, False)
+        results.append((out[0], rows, *into))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
 def test_keys_in_pages_and_used_keys():
     torch.manual_seed(0)
     q, pages = torch.randn(4, 2, 16), torch.randn(2, 3, 8, 2, 16)

@@ -11,6 +11,7 @@ from .. import _gradients, flash_attn_func, flash_attn_varlen_func
 from .._arguments import flag, refuse
 from .._serving import is_compiling, widen
 from .._torch import refuse_odd
+from ._adapted import softcap_above_zero
 
 __all__ = [
     "_flash_attn_backward",
@@ -61,7 +62,7 @@ def _flash_attn_forward(
         softmax_scale,
         causal,
         (window_size_left, window_size_right),
-        softcap,
+        softcap_above_zero(softcap),
         alibi_slopes,
         return_attn_probs=True,
     )
@@ -120,7 +121,7 @@ def _flash_attn_varlen_forward(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=(window_size_left, window_size_right),
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         num_splits=num_splits,
         return_attn_probs=True,
         dropout_p=dropout_p,
@@ -169,7 +170,8 @@ def _flash_attn_backward(
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
     """
     refuse(dropout_p=dropout_p)
-    numbers = (softmax_scale, causal, (window_size_left, window_size_right), 0, softcap, None, None)
+    window, softcap = (window_size_left, window_size_right), softcap_above_zero(softcap)
+    numbers = (softmax_scale, causal, window, 0, softcap, None, None)
     lists = (*(None,) * 7, alibi_slopes)
     _backward((dout, out, softmax_lse), (q, k, v), (dq, dk, dv), lists, numbers, "flash_attn_func", deterministic)
     return _products(dout, out).transpose(1, 2).contiguous()
@@ -215,7 +217,8 @@ def _flash_attn_varlen_backward(
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
     """
     refuse(dropout_p=dropout_p)
-    numbers = (softmax_scale, causal, (window_size_left, window_size_right), 0, softcap, max_seqlen_q, max_seqlen_k)
+    window, softcap = (window_size_left, window_size_right), softcap_above_zero(softcap)
+    numbers = (softmax_scale, causal, window, 0, softcap, max_seqlen_q, max_seqlen_k)
     lists = (cu_seqlens_q, cu_seqlens_k, *(None,) * 5, alibi_slopes)
     function = "flash_attn_varlen_func"
     _backward((dout, out, softmax_lse), (q, k, v), (dq, dk, dv), lists, numbers, function, deterministic)

@@ -8,6 +8,7 @@ from typing import Any
 from .. import flash_attn_varlen_func as _varlen
 from .. import get_scheduler_metadata as _metadata
 from .._arguments import refuse
+from ._adapted import softcap_above_zero
 
 __all__ = [
     "__version__",
@@ -126,7 +127,7 @@ def flash_attn_varlen_func(
         k_descale=_of_8_bits(k_descale, k),
         v_descale=_of_8_bits(v_descale, v),
         window_size=window_size,
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         num_splits=num_splits,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
