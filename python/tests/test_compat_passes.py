@@ -215,6 +215,19 @@ def test_what_is_no_tensor_is_refused_by_name(name):
             backward(*{**seen, name: q[:, :3]}.values(), *rest)
 
 
+def test_lists_that_are_no_tensors_are_refused_by_name():
+    rows, lse, starts = torch.randn(5, 2, 16), torch.randn(2, 5), torch.tensor([0, 5], dtype=torch.int32)
+    good = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "alibi_slopes": None}
+    for name in good:
+        given = {**good, name: [0.5, 0.25]}
+        slopes = given.pop("alibi_slopes")
+        with pytest.raises(TypeError, match=f"{name} is a <class 'list'>, expected a tensor of PyTorch"):
+            varlen_backward(
+                rows, rows, rows, rows, rows, lse, None, None, None, *given.values(), 5, 5, 0.0, None, True, -1, -1,
+                0.0, slopes, False,
+            )  # fmt: skip
+
+
 def test_arguments_are_those_of_the_library():
     if "FLASH_ATTENTION" not in os.environ:
         pytest.skip("FLASH_ATTENTION names no checkout")

@@ -262,8 +262,11 @@ def _backward(
     """Writes the gradients of attention, into new tensors where there is None. ``saved`` holds the gradient of the
     output, the output and the log-sum-exps."""
     _check(**dict(zip(("dout", "out", "softmax_lse", "q", "k", "v"), (*saved, *tensors))))
-    _check(**{name: it for name, it in zip(("dq", "dk", "dv"), gradients) if it is not None})
     *others, slopes = lists
+    optional = zip(
+        ("dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"), (*gradients, *others[:2], slopes)
+    )
+    _check(**{name: it for name, it in optional if it is not None})
     lists = (*others, None if slopes is None else widen(slopes))
     lists = (*lists, *_gradients.NONE[len(lists) :])
     dout, out, lse = _dense(saved[0]), _dense(saved[1]), saved[2].contiguous()
