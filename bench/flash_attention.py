@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import flashcore.compat
 import pytest
@@ -117,30 +116,11 @@ class Sample:
 def prepare(folder):
     """Puts our modules where the tests look for FlashAttention's, and theirs where they want helpers."""
     flashcore.compat.install("flash_attn", "flash_attn_interface")
-    ours = sys.modules["flash_attn"]
+    ours = sys.modules["flash_attn.flash_attn_interface"]
     ours.USE_TRITON_ROCM = False
     # For the layout of dropout's mask.
     ours._get_block_size_n = lambda *_: 128
-    for name in ("flash_attn.layers", "flash_attn.layers.rotary"):
-        sys.modules[name] = ModuleType(name)
-    sys.modules["flash_attn.layers.rotary"].apply_rotary_emb = rotate
     sys.path.insert(0, str(folder / "hopper"))
-
-
-def rotate(x, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Rotary embeddings for their reference, whose own are a Triton kernel: over (batch, length, heads,
-    head dim)."""
-    positions = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1) + torch.arange(
-        x.shape[1], device=x.device
-    )
-    positions = positions.clamp(max=len(cos) - 1)
-    c, s = (table[positions][:, :, None].float() for table in (cos, sin))
-    columns = 2 * cos.shape[1]
-    turned = x[..., :columns].float()
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    a, b = a * c - b * s, a * s + b * c
-    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned.to(x.dtype), x[..., columns:]), -1)
 
 
 def on_cpu(folder):

@@ -16,6 +16,8 @@ _DEFAULTS: dict[str, object] = {
     "dropout_p": 0.0,
     "cp_world_size": 1,
     "cp_rank": 0,
+    "return_softmax": False,
+    "zero_tensors": False,
 }
 
 

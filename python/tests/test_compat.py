@@ -61,6 +61,14 @@ def arguments(function):
     return [argument.name for argument in found if argument.kind is not argument.KEYWORD_ONLY]
 
 
+def of_forks(function):
+    """The arguments that forks of the library have, which ours takes by keyword."""
+    if not function.__module__.startswith("flashcore.compat."):
+        return []
+    found = inspect.signature(function).parameters.values()
+    return [argument.name for argument in found if argument.kind is argument.KEYWORD_ONLY]
+
+
 def table():
     """What docs/python.md says of each argument of each library."""
     said = {}
@@ -77,6 +85,7 @@ def table():
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_argument_is_in_the_table(library):
     there = {name for function in functions(library).values() for name in arguments(function)}
+    there |= {name for function in functions(library).values() for name in of_forks(function)}
     assert there == {name for of, name in table() if of == library}
 
 
@@ -110,7 +119,11 @@ def test_what_the_table_refuses_is_refused_by_name(library, name):
     tried = 0
     for function, good in calls.items():
         call = functions(library).get(function)
-        if call is None or name not in arguments(call) or (name == "cu_seqlens" and library == "FA2"):
+        if (
+            call is None
+            or name not in (*arguments(call), *of_forks(call))
+            or (name == "cu_seqlens" and library == "FA2")
+        ):
             continue
         with pytest.raises(NotImplementedError, match=f"^{name}=.* is not supported yet"):
             call(**good, **{name: 2})
@@ -120,21 +133,23 @@ def test_what_the_table_refuses_is_refused_by_name(library, name):
 
 def test_programs_that_import_flash_attention_get_ours():
     before = sys.modules.get("flash_attn")
-    compat.install()
+    compat.install("vllm_flash_attn", "flash_attn.cute", "flash_attn_interface")
     try:
         import flash_attn
         import flash_attn.cute
         import flash_attn_interface
         from flash_attn.bert_padding import pad_input
         from flash_attn.flash_attn_interface import flash_attn_varlen_func as second
+        from vllm.vllm_flash_attn.layers.rotary import apply_rotary_emb
         from vllm_flash_attn import flash_attn_varlen_func as forked
 
-        assert flash_attn.flash_attn_func is flash_attn_func
+        assert flash_attn.flash_attn_func is flashcore.compat.flash_attn.flash_attn_func
         assert second is flashcore.compat.flash_attn.flash_attn_varlen_func
-        assert flash_attn_interface is flashcore.compat.flash_attn_interface
-        assert flash_attn.cute is flashcore.compat.flash_attn_cute
+        assert flash_attn_interface.flash_attn_func is flashcore.compat.flash_attn_interface.flash_attn_func
+        assert flash_attn.cute.flash_attn_func is flashcore.compat.flash_attn_cute.flash_attn_func
         assert pad_input.__module__ == "flashcore.compat.bert_padding"
         assert forked.__module__ == "flashcore.compat.vllm_flash_attn"
+        assert apply_rotary_emb.__module__ == "flashcore.compat.rotary"
         # Programs ask what the interface has: windows since 2.3, softcaps since 2.6, torch.compile since 2.7.
         assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 7)
         assert flashcore.compat.vllm_flash_attn.__version__.startswith("2.7")
@@ -181,6 +196,109 @@ def test_the_libraries_differ_in_order_and_form_only():
     from flashcore.flash_attn import flash_attn_varlen_func as by_place
 
     assert by_place is functions("FA2")["flash_attn_varlen_func"]
+
+
+def test_factors_of_wide_tensors_are_ignored_for_vllm():
+    call, ones = functions("vLLM")["flash_attn_varlen_func"], torch.full((1, 2), 2.0)
+    rows, starts = torch.randn(4, 2, 16).bfloat16(), torch.tensor([0, 4], dtype=torch.int32)
+    factors = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+    expected = call(rows, rows, rows, 4, starts, 4, starts)
+    assert torch.equal(call(rows, rows, rows, 4, starts, 4, starts, dynamic_causal=False, **factors), expected)
+    with pytest.raises(ValueError, match="q_descale was given with a q of bf16"):
+        flash_attn_varlen_func(rows, rows, rows, starts, starts, 4, 4, **factors)
+    small = rows.to(torch.float8_e4m3fn)
+    found = call(rows, small, small, 4, starts, 4, starts, **factors)
+    del factors["q_descale"]
+    assert torch.equal(found, flash_attn_varlen_func(rows, small, small, starts, starts, 4, 4, **factors))
+    assert not torch.equal(found, call(rows, small, small, 4, starts, 4, starts))
+
+
+def calls_of_all(library):
+    """The functions of a library over the same two sequences, each with the arguments that it needs."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 2, 16)
+    rows, starts = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 5, 10], dtype=torch.int32)
+    ragged = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    qkv = torch.stack(rows, 1)
+    calls = {
+        "flash_attn_func": {"q": q, "k": k, "v": v},
+        "flash_attn_qkvpacked_func": {"qkv": torch.stack((q, k, v), 2)},
+        "flash_attn_kvpacked_func": {"q": q, "kv": torch.stack((k, v), 2)},
+        "flash_attn_varlen_func": {**dict(zip("qkv", rows)), **ragged},
+        "flash_attn_varlen_qkvpacked_func": {"qkv": qkv, "cu_seqlens": starts, "max_seqlen": 5},
+        "flash_attn_varlen_kvpacked_func": {"q": rows[0], "kv": qkv[:, 1:], **ragged},
+        "flash_attn_with_kvcache": {"q": q, "k_cache": k, "v_cache": v},
+    }
+    found = functions(library)
+    return [(found[name], given) for name, given in calls.items() if name in found]
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_softcap_has_many_forms(library):
+    for function, given in calls_of_all(library):
+        expected = first(function(**given))
+        assert not torch.equal(first(function(**given, softcap=0.5)), expected)
+        nothing = None if library == "FA4" else -1.0
+        assert torch.equal(first(function(**given, softcap=nothing)), expected)
+        place = arguments(function).index("softcap")
+        by_place = [
+            given.get(name, inspect.signature(function).parameters[name].default) for name in arguments(function)
+        ]
+        assert torch.equal(first(function(*by_place[:place], nothing, *by_place[place + 1 :])), expected)
+        with pytest.raises((TypeError, ValueError), match="softcap"):
+            function(**given, softcap=-1.0 if library == "FA4" else None)
+    function, given = calls_of_all(library)[0]
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert torch.equal(first(compiled(**given, softcap=nothing)), first(function(**given)))
+    # FlashCore's own functions have one way to say so.
+    with pytest.raises(ValueError, match="softcap=-1.0, expected a positive number, or 0"):
+        flash_attn_func(*torch.randn(3, 1, 4, 2, 8), softcap=-1.0)
+
+
+def test_no_chunk_may_be_none_in_the_third_version():
+    for function, given in calls_of_all("FA3"):
+        expected = function(**given)
+        assert torch.equal(function(**given, attention_chunk=None), expected)
+        assert not torch.equal(function(**given, attention_chunk=2), expected)
+
+
+def test_names_of_forks_of_the_third_version():
+    sinks = torch.tensor([0.5, -0.25])
+    calls = {function.__name__: (function, given) for function, given in calls_of_all("FA3")}
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        function, given = calls[name]
+        expected = function(**given, s_aux=sinks)
+        assert not torch.equal(function(**given), expected)
+        for alias in ("sinks", "learnable_sink"):
+            assert torch.equal(function(**given, **{alias: sinks}), expected)
+        assert torch.equal(function(**given, sinks=None, s_aux=sinks), expected)
+        with pytest.raises(ValueError, match="sinks was given with s_aux"):
+            function(**given, sinks=sinks, s_aux=sinks)
+    function, given = calls["flash_attn_with_kvcache"]
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert torch.equal(function(**given, cu_seqlens_k_new=starts), function(**given))
+    place = arguments(function).index("cu_seqlens_k_new")
+    by_place = [given.get(name) for name in arguments(function)[:place]]
+    assert torch.equal(function(*by_place, starts), function(**given))
+    new = torch.randn(5, 2, 16)
+    caches = [torch.randn(2, 8, 2, 16) for _ in range(2)]
+    lengths = torch.tensor([1, 3], dtype=torch.int32)
+    function(given["q"], *caches, new, new, cache_seqlens=lengths, cu_seqlens_k_new=starts)
+    assert torch.equal(caches[0][1, 3:6], new[2:])
+    with pytest.raises(ValueError, match="cu_seqlens_k_new was given without k and v"):
+        flash_attn_with_kvcache(**given, cu_seqlens_k_new=starts)
+
+    function, given = calls["flash_attn_varlen_func"]
+    pages, table = torch.randn(2, 4, 8, 2, 16), torch.tensor([[2], [0]], dtype=torch.int32)
+    paged = {**given, "k": pages[0], "v": pages[1], "cu_seqlens_k": None, "seqused_k": lengths}
+    found = function(**paged, page_table=table)
+    assert torch.equal(found, function(**paged, block_table=table))
+    with pytest.raises(ValueError, match="page_table was given with block_table"):
+        function(**paged, page_table=table, block_table=table)
 
 
 def test_windows_have_many_forms():

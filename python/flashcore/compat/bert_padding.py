@@ -8,6 +8,20 @@ import torch
 import torch.nn.functional as F
 
 
+def __getattr__(name: str) -> Any:
+    """Returns the functions of einops that FlashAttention-2's module has among its own, for programs that import
+    them from there."""
+    if name not in ("rearrange", "repeat"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import einops
+    except ModuleNotFoundError as error:
+        if error.name != "einops":
+            raise
+        raise ImportError(f"{name} of flash_attn.bert_padding is that of einops, which is not installed") from None
+    return getattr(einops, name)
+
+
 def index_first_axis(x: Any, indices: Any) -> Any:
     """Returns the rows of ``x`` at ``indices``.
 
@@ -19,6 +33,19 @@ def index_first_axis(x: Any, indices: Any) -> Any:
         (n, ...).
     """
     return x[indices]
+
+
+def index_first_axis_residual(x: Any, indices: Any) -> Any:
+    """Returns the rows of ``x`` at ``indices``, and ``x``, whose gradient is added to that of the rows.
+
+    Args:
+        x: (rows, ...), of any element type.
+        indices: (n,) in int64.
+
+    Returns:
+        ``(rows, x)``: (n, ...), and a view of ``x``.
+    """
+    return x[indices], x.view_as(x)
 
 
 def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
@@ -66,6 +93,37 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
     indices = kept.flatten().nonzero().flatten()
     starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return hidden_states.flatten(0, 1)[indices], indices, starts, int(lengths.max()), used
+
+
+def unpad_input_for_concatenated_sequences(hidden_states: Any, attention_mask_in_length: Any) -> Any:
+    """Packs the rows of a padded batch in which several sequences follow each other in an entry.
+
+    Args:
+        hidden_states: (batch, length, ...), of any element type.
+        attention_mask_in_length: (batch, length) in an integer type: the lengths of the sequences of each entry, which
+            lie one after the other from its beginning; zeros are not sequences.
+
+    Returns:
+        A tuple of
+
+        - the rows, (total, ...);
+        - their indices in the flattened batch, (total,) in int64;
+        - the cumulative lengths of the sequences, (sequences + 1,) in int32;
+        - the largest length, an ``int``.
+
+    Example:
+        ::
+
+            # Sequences of 2 and 3 tokens in the first entry, and one of 4 in the second.
+            lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0]])
+            rows, indices, starts, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    """
+    used = attention_mask_in_length.sum(-1, keepdim=True)
+    mask = torch.arange(attention_mask_in_length.shape[1], device=used.device) < used
+    rows, indices, *_ = unpad_input(hidden_states, mask)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return rows, indices, starts, int(lengths.max())
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:

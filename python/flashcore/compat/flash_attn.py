@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+from .. import flash_attn_func as _func
+from .. import flash_attn_kvpacked_func as _kvpacked
+from .. import flash_attn_qkvpacked_func as _qkvpacked
 from .. import flash_attn_varlen_func as _varlen
+from .. import flash_attn_varlen_kvpacked_func as _varlen_kvpacked
+from .. import flash_attn_varlen_qkvpacked_func as _varlen_qkvpacked
 from .. import flash_attn_with_kvcache as _with_kvcache
+from ._adapted import adapted, softcap_above_zero
+
+try:
+    from ._passes import *  # noqa: F403
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
 
 __all__ = [
     "__version__",
@@ -27,6 +32,13 @@ __all__ = [
 
 # The version of FlashAttention whose interface this is: programs choose by it what they call, and how.
 __version__ = "2.8.3"
+
+_VALUES = {"softcap": softcap_above_zero}
+flash_attn_func = adapted(_func, _VALUES)
+flash_attn_kvpacked_func = adapted(_kvpacked, _VALUES)
+flash_attn_qkvpacked_func = adapted(_qkvpacked, _VALUES)
+flash_attn_varlen_kvpacked_func = adapted(_varlen_kvpacked, _VALUES)
+flash_attn_varlen_qkvpacked_func = adapted(_varlen_qkvpacked, _VALUES)
 
 
 def flash_attn_varlen_func(
@@ -79,7 +91,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         dropout_p=dropout_p,
@@ -144,7 +156,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,

@@ -13,7 +13,10 @@ from .. import flash_attn_func as _func
 from .. import flash_attn_varlen_func as _varlen
 from .._arguments import flag, hints, refuse
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["__version__", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+# The version of FlashAttention whose interface this is.
+__version__ = "4.0.0"
 
 
 def flash_attn_func(
@@ -26,7 +29,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: Any = (None, None),
     learnable_sink: Any = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -78,7 +81,7 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softcap=softcap,
+        softcap=0.0 if softcap is None else softcap,
         deterministic=deterministic,
         return_attn_probs=with_lse,
         num_splits=num_splits,
@@ -106,7 +109,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Any = (None, None),
     learnable_sink: Any = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -171,7 +174,7 @@ def flash_attn_varlen_func(
         softmax_scale,
         causal,
         window_size=window_size,
-        softcap=softcap,
+        softcap=0.0 if softcap is None else softcap,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
         deterministic=deterministic,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import (
-    flash_attn_combine,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-)
+from .. import flash_attn_combine, get_scheduler_metadata
 from .. import flash_attn_func as _func
+from .. import flash_attn_varlen_func as _varlen
+from .. import flash_attn_with_kvcache as _with_kvcache
+from ._adapted import adapted, chunk_or_none, softcap_above_zero
 
 __all__ = [
+    "__version__",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -20,6 +19,14 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
+
+# The version of FlashAttention whose interface this is.
+__version__ = "3.0.0"
+
+# SGLang's fork (sgl_kernel) has the names beyond, and None for no chunk.
+_VALUES = {"softcap": softcap_above_zero, "attention_chunk": chunk_or_none}
+flash_attn_varlen_func = adapted(_varlen, _VALUES, {"sinks": "s_aux", "page_table": "block_table"})
+flash_attn_with_kvcache = adapted(_with_kvcache, _VALUES, {"sinks": "s_aux"}, {"cu_seqlens_k_new": "k"})
 
 
 def flash_attn_func(
@@ -33,7 +40,7 @@ def flash_attn_func(
     k_descale: Any = None,
     v_descale: Any = None,
     window_size: Any = (-1, -1),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -65,14 +72,14 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
-        attention_chunk=attention_chunk,
+        attention_chunk=chunk_or_none(attention_chunk),
         num_splits=num_splits,
         pack_gqa=pack_gqa,
         sm_margin=sm_margin,
@@ -88,7 +95,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Any = None,
     v_descale: Any = None,
     window_size: Any = (-1, -1),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
     num_heads_q: int | None = None,

@@ -1,4 +1,5 @@
-"""The module ``vllm_flash_attn`` of vLLM's fork: its functions, with its order of arguments."""
+"""The module ``vllm_flash_attn`` of vLLM's fork: its functions, with its order of arguments, and by keyword what
+vLLM's own copy of it takes beyond (``vllm.vllm_flash_attn``)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from .. import flash_attn_varlen_func as _varlen
 from .. import get_scheduler_metadata as _metadata
 from .._arguments import refuse
+from ._adapted import softcap_above_zero
 
 __all__ = [
     "__version__",
@@ -63,6 +65,13 @@ def flash_attn_varlen_func(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: Any = None,
+    *,
+    output_scale: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_tensor_leading_dims: Any = None,
+    dynamic_causal: Any = None,
 ) -> Any:
     """Calls :func:`flashcore.flash_attn_varlen_func` with the order of arguments of vLLM's fork.
 
@@ -74,12 +83,15 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) in int32, cumulative lengths.
         seqused_k: (sequences,) in int32, the number of keys of each sequence.
         window_size: [left, right]; None for unbounded.
-        q_v, cp_tot_seqused_k: Must be None.
+        q_v, cp_tot_seqused_k, output_scale, mask_mod, block_sparse_tensors, aux_tensors, aux_tensor_leading_dims: Must
+            be None.
         cp_world_size, cp_rank: Must be 1 and 0.
+        dynamic_causal: Must be None or False.
         num_splits, fa_version, scheduler_metadata: Hints; ignored.
+        q_descale, k_descale, v_descale: As in :func:`flashcore.flash_attn_varlen_func`, but ignored where their tensor
+            is wider than 8 bits, as in FlashAttention-3: vLLM always passes them.
         dropout_p, softmax_scale, causal, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-            return_softmax_lse, out, q_descale, k_descale, v_descale, s_aux: As in
-            :func:`flashcore.flash_attn_varlen_func`.
+            return_softmax_lse, out, s_aux: As in :func:`flashcore.flash_attn_varlen_func`.
 
     Returns:
         The output, with the shape of ``q``; with ``return_attn_probs`` or ``return_softmax_lse`` also the
@@ -88,7 +100,18 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
     """
-    refuse(q_v=q_v, cp_world_size=cp_world_size, cp_rank=cp_rank, cp_tot_seqused_k=cp_tot_seqused_k)
+    refuse(
+        q_v=q_v,
+        cp_world_size=cp_world_size,
+        cp_rank=cp_rank,
+        cp_tot_seqused_k=cp_tot_seqused_k,
+        output_scale=output_scale,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_tensor_leading_dims=aux_tensor_leading_dims,
+        dynamic_causal=None if dynamic_causal is False else dynamic_causal,
+    )
     return _varlen(
         q,
         k,
@@ -100,11 +123,11 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        q_descale=_of_8_bits(q_descale, q),
+        k_descale=_of_8_bits(k_descale, k),
+        v_descale=_of_8_bits(v_descale, v),
         window_size=window_size,
-        softcap=softcap,
+        softcap=softcap_above_zero(softcap),
         num_splits=num_splits,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
@@ -117,6 +140,11 @@ def flash_attn_varlen_func(
         fa_version=fa_version,
         scheduler_metadata=scheduler_metadata,
     )
+
+
+def _of_8_bits(factor: Any, tensor: Any) -> Any:
+    """Returns the descale factor of a tensor; None if the tensor is wider than 8 bits."""
+    return None if getattr(getattr(tensor, "dtype", None), "itemsize", 1) > 1 else factor
 
 
 def get_scheduler_metadata(

@@ -1,0 +1,240 @@
+"""FlashAttention-2's forward and backward pass as functions of their own: the same as through autograd."""
+
+import ast
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashcore import flash_attn_func, flash_attn_varlen_func
+from flashcore.compat import _passes
+from flashcore.compat import flash_attn as module
+
+forward, backward = _passes._flash_attn_forward, _passes._flash_attn_backward
+varlen_forward, varlen_backward = _passes._flash_attn_varlen_forward, _passes._flash_attn_varlen_backward
+
+# Causal flag, window, softcap and slopes of four heads.
+RULES = [
+    (False, (-1, -1), 0.0, None),
+    (True, (-1, -1), 0.0, None),
+    (False, (2, 1), 0.0, None),
+    (True, (3, 0), 2.0, None),
+    (True, (-1, -1), 0.0, [0.5, 0.25, 0.125, 1.0]),
+]
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled():
+    """PyTorch compiles a function for so many kinds of arguments and no more: leave others theirs."""
+    yield
+    torch._dynamo.reset()
+
+
+def products(dout, out):
+    return (dout * out).sum(-1).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("causal, window, softcap, slopes", RULES)
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_both_passes_are_those_of_autograd(causal, window, softcap, slopes, key_heads):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, key_heads, key_heads))
+    slopes = None if slopes is None else torch.tensor(slopes)
+    rules = {"causal": causal, "window_size": window, "softcap": softcap, "alibi_slopes": slopes}
+    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=0.3, return_attn_probs=True, **rules)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        by_place = (0.0, 0.3, causal, *window, softcap, slopes)
+        found, sums, mask, state = forward(q, k, v, *by_place, False)
+        assert torch.equal(found, out) and torch.equal(sums, lse)
+        assert mask.shape == (0,) and mask.dtype == q.dtype and state.shape == (2,) and state.dtype == torch.int64
+        # Into parts of larger tensors, as rings have them.
+        into = [torch.full((2, 9, *it.shape[2:]), 5.0)[:, 1:8] for it in (q, k, v)]
+        sums = backward(dout, q, k, v, found, sums, *into, *by_place, False, state)
+        assert sums.dtype == torch.float32 and torch.allclose(sums, products(dout, out), atol=1e-5)
+        for gradient, wanted in zip(into, expected):
+            assert torch.allclose(gradient, wanted, atol=1e-6) and (gradient._base[:, 0] == 5).all()
+        only = torch.empty_like(v)
+        backward(dout, q, k, v, found, lse, None, None, only, *by_place, True)
+        assert torch.allclose(only, expected[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("causal, window, softcap, slopes", RULES)
+def test_both_passes_over_sequences(causal, window, softcap, slopes):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(11, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    starts_q, starts_k = (torch.tensor(it, dtype=torch.int32) for it in ([0, 3, 3, 9], [0, 2, 4, 10]))
+    slopes = None if slopes is None else torch.tensor(slopes)
+    rules = {"causal": causal, "window_size": window, "softcap": softcap, "alibi_slopes": slopes}
+    lists = (starts_q, starts_k, 6, 6)
+    out, lse = flash_attn_varlen_func(q, k, v, *lists, return_attn_probs=True, **rules)
+    used = slice(0, 9)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        by_place = (0.0, 0.25, causal, *window, softcap, slopes)
+        found, sums, mask, state = varlen_forward(q, k, v, *lists, *by_place)
+        assert torch.equal(found[used], out[used]) and torch.equal(sums[:, used], lse[:, used]) and mask.shape == (0,)
+        into = [torch.full_like(it, 5.0) for it in (q, k, v)]
+        sums = varlen_backward(dout, q, k, v, found, sums, *into, *lists, *by_place, False, state)
+        assert sums.shape == (4, 11) and torch.allclose(sums[:, used], products(dout, out)[:, used], atol=1e-5)
+        for gradient, wanted in zip(into, expected):
+            assert torch.allclose(gradient, wanted, atol=1e-6)
+
+
+def test_passes_of_parts_of_the_keys_add_up():
+    """What a ring does: each step has its own keys, and the output and log-sum-exps of all."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    dout = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    rules = (0.0, 0.25, False, -1, -1, 0.0, None, False)
+    total = torch.zeros_like(q)
+    with torch.no_grad():
+        for at in (slice(0, 2), slice(2, 6)):
+            into = [torch.empty_like(it) for it in (q, k[:, at], v[:, at])]
+            backward(dout, q, k[:, at], v[:, at], out, lse, *into, *rules)
+            total += into[0]
+            assert torch.allclose(into[1], dk[:, at], atol=1e-6) and torch.allclose(into[2], dv[:, at], atol=1e-6)
+    assert torch.allclose(total, dq, atol=1e-6)
+
+
+def test_a_negative_softcap_is_none():
+    q, k, v = torch.randn(3, 1, 5, 2, 16)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    results = []
+    for softcap in (0.0, -1.0):
+        rules = (0.0, 0.25, True, -1, -1, softcap, None)
+        out, lse, *_ = forward(q, k, v, *rules, False)
+        rows, *_ = varlen_forward(q[0], k[0], v[0], starts, starts, 5, 5, *rules)
+        into = [torch.empty_like(q) for _ in range(6)]
+        backward(q, q, k, v, out, lse, *into[:3], *rules, False)
+        packed = [it[0] for it in (q, q, k, v, out, lse, *into[3:])]
+        varlen_backward(*packed, starts, starts, 5, 5, *rules, False)
+        results.append((out[0], rows, *into))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_keys_in_pages_and_used_keys():
+    torch.manual_seed(0)
+    q, pages = torch.randn(4, 2, 16), torch.randn(2, 3, 8, 2, 16)
+    starts, table = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([[2], [0]], dtype=torch.int32)
+    lengths = torch.tensor([5, 8], dtype=torch.int32)
+    found, *_ = varlen_forward(
+        q, *pages, starts, starts, 2, 8, 0.0, 0.25, True, block_table=table, seqused_k=lengths, num_splits=1
+    )
+    expected = flash_attn_varlen_func(
+        q, *pages, starts, None, 2, 8, seqused_k=lengths, block_table=table, causal=True, softmax_scale=0.25
+    )
+    assert torch.equal(found, expected)
+
+
+def test_last_dimensions_with_gaps_and_16_bits():
+    torch.manual_seed(0)
+    q, k, v, dout = (it.transpose(2, 3) for it in torch.randn(4, 1, 5, 16, 2, dtype=torch.bfloat16))
+    dense = [it.contiguous().requires_grad_() for it in (q, k, v)]
+    out, lse, _ = flash_attn_func(*dense, return_attn_probs=True)
+    expected = torch.autograd.grad(out, dense, dout)
+    into = [torch.empty_like(it) for it in dense]
+    backward(dout, q, k, v, out.detach(), lse, *into, 0.0, None, False, -1, -1, 0.0, None, False)
+    for gradient, wanted in zip(into, expected):
+        assert torch.equal(gradient, wanted)
+
+
+def test_the_compiler_traces_both_passes():
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 5, 2, 16)
+    rules = (0.0, 0.25, True, -1, -1, 0.0, None)
+
+    def both(dout, q, k, v, into):
+        out, lse, _, state = forward(q, k, v, *rules, False)
+        return out, backward(dout, q, k, v, out, lse, *into, *rules, False, state)
+
+    into, eager = ([torch.empty_like(it) for it in (q, k, v)] for _ in range(2))
+    out, sums = torch.compile(both, fullgraph=True, backend="eager")(dout, q, k, v, into)
+    expected, wanted = both(dout, q, k, v, eager)
+    assert torch.equal(out, expected) and torch.equal(sums, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(into, eager))
+
+
+def test_what_is_not_served_is_refused_by_name():
+    q, k, v = torch.randn(3, 1, 5, 2, 16)
+    rules = (0.25, False, -1, -1, 0.0, None)
+    out, lse, _, _ = forward(q, k, v, 0.0, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
+        forward(q, k, v, 0.5, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
+        backward(q, q, k, v, out, lse, None, None, None, 0.5, *rules, False)
+    with pytest.raises(NotImplementedError, match="return_softmax=True is not supported"):
+        forward(q, k, v, 0.0, *rules, True)
+    rows, starts = q[0], torch.tensor([0, 5], dtype=torch.int32)
+    lists = (starts, starts, 5, 5)
+    for name, value in (
+        ("return_softmax", True),
+        ("zero_tensors", True),
+        ("leftpad_k", starts[:1]),
+        ("dropout_p", 0.1),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
+            varlen_forward(
+                rows, rows, rows, *lists, **{"dropout_p": 0.0, "softmax_scale": None, "causal": True, name: value}
+            )
+    with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
+        varlen_backward(rows, rows, rows, rows, rows, lse[0], None, None, None, *lists, 0.5, *rules, False)
+
+
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"])
+def test_what_is_no_tensor_is_refused_by_name(name):
+    q, k, v = torch.randn(3, 1, 5, 2, 16)
+    out, lse, _, _ = forward(q, k, v, 0.0, None, False, -1, -1, 0.0, None, False)
+    good = {"dout": q, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": None, "dk": None, "dv": None}
+    rest = (0.0, None, False, -1, -1, 0.0, None, False)
+    with pytest.raises(TypeError, match=f"{name} is a <class 'int'>, expected a tensor of PyTorch"):
+        backward(*{**good, name: 3}.values(), *rest)
+    with pytest.raises(TypeError, match=f"{name} cannot be read"):
+        backward(*{**good, name: q.to_sparse()}.values(), *rest)
+    if name in ("q", "k", "v"):
+        with pytest.raises(TypeError, match=f"{name} is a <class 'int'>, expected a tensor of PyTorch"):
+            forward(*{"q": q, "k": k, "v": v, name: 3}.values(), *rest[:-1], False)
+    with pytest.raises(ValueError, match=f"{name} has|to go with"):
+        backward(*{**good, name: q[:, :3]}.values(), *rest)
+    # A tensor that PyTorch's dispatcher has to see.
+    seen = {**good, "k": torch.nn.Parameter(k)}
+    if name in ("dq", "dk", "dv"):
+        into = torch.empty_like(q)
+        backward(*{**seen, name: into}.values(), *rest)
+        again = torch.empty_like(q)
+        backward(*{**good, name: again}.values(), *rest)
+        assert torch.equal(into, again) and not into.requires_grad
+        with pytest.raises(ValueError, match=rf"{name} is \[1, 3, 2, 16\] of torch.float32, expected \[1, 5, 2, 16\]"):
+            backward(*{**seen, name: q[:, :3]}.values(), *rest)
+
+
+def test_lists_that_are_no_tensors_are_refused_by_name():
+    rows, lse, starts = torch.randn(5, 2, 16), torch.randn(2, 5), torch.tensor([0, 5], dtype=torch.int32)
+    good = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "alibi_slopes": None}
+    for name in good:
+        given = {**good, name: [0.5, 0.25]}
+        slopes = given.pop("alibi_slopes")
+        with pytest.raises(TypeError, match=f"{name} is a <class 'list'>, expected a tensor of PyTorch"):
+            varlen_backward(
+                rows, rows, rows, rows, rows, lse, None, None, None, *given.values(), 5, 5, 0.0, None, True, -1, -1,
+                0.0, slopes, False,
+            )  # fmt: skip
+
+
+def test_arguments_are_those_of_the_library():
+    if "FLASH_ATTENTION" not in os.environ:
+        pytest.skip("FLASH_ATTENTION names no checkout")
+    source = (Path(os.environ["FLASH_ATTENTION"]) / "flash_attn/flash_attn_interface.py").read_text()
+    theirs = {it.name: it for it in ast.parse(source).body if isinstance(it, ast.FunctionDef)}
+    for name in _passes.__all__:
+        function = getattr(module, name)
+        plain = name.removeprefix("_wrapped")
+        assert function is getattr(module, plain) and function.__name__ == plain
+        assert list(inspect.signature(function).parameters) == [it.arg for it in theirs[plain].args.args]
