@@ -551,6 +551,15 @@ def test_gradients_of_caches_are_refused_and_not_lost(device):
         assert torch.equal(flash_attn_with_kvcache(x[None], cache, x[None]), flash_attn_func(x[None], x[None], x[None]))
 
 
+def test_arguments_in_the_order_of_the_second_version_say_where_that_is():
+    q, starts = torch.randn(5, 2, 8), ints((0, 5), "cpu")
+    with pytest.raises(TypeError, match="seqused_q is a <class 'float'>.*that of flashcore.flash_attn"):
+        flash_attn_varlen_func(q, q, q, starts, starts, 5, 5, 0.0)
+    from flashcore.flash_attn import flash_attn_varlen_func as of_the_second_version
+
+    of_the_second_version(q, q, q, starts, starts, 5, 5, 0.0)
+
+
 @every_device
 @pytest.mark.parametrize(
     "change, error, words",

@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyFloat, PyTuple};
 
 use crate::dlpack::{self, Exchange};
 use crate::error;
@@ -177,10 +177,18 @@ impl Torch {
                 check_dispatched(tensors)?;
                 Ok(Way::Dispatcher)
             }
-            (true, Some((name, tensor))) => Err(PyTypeError::new_err(format!(
-                "{name} is a {}, expected a torch.Tensor like the others",
-                tensor.get_type()
-            ))),
+            (true, Some((name, tensor))) => {
+                // FlashAttention-2 has `dropout_p` where other functions have a list.
+                let order = match tensor.is_instance_of::<PyFloat>() {
+                    true => {
+                        " (FlashAttention-2's order of arguments is that of flashcore.flash_attn)"
+                    }
+                    false => "",
+                };
+                let given = tensor.get_type();
+                let expected = "expected a torch.Tensor like the others";
+                Err(PyTypeError::new_err(format!("{name} is a {given}, {expected}{order}")))
+            }
         }
     }
 
