@@ -201,7 +201,6 @@ impl Scene {
                 let (rows, inner) = Scene::PRODUCT;
                 Scene::product(*product, rows, inner)
             }
-            Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
                 let before = it.before().unwrap_or(*kernel);
