@@ -17,12 +17,12 @@ use kernels::forward::Form;
 use kernels::{Configuration, Forward};
 use ptx::Capability;
 
-use device::{Silent, gpu, hopper};
+use device::{gpu, hopper};
 
 /// Checks that every case that a kernel accepts passes; returns how many there are.
 fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
     let backends: [&dyn Backend; 1] = [backend];
-    let checked = check::run_all(&backends, Some(kernel), cases, &Silent);
+    let checked = check::run_all(&backends, Some(kernel), cases, &());
     let complaint = |Checked { case, outcome, .. }: &Checked<'_>| match outcome {
         Ok(outcome) if outcome.passed => None,
         Ok(outcome) => Some(format!("{case}: {outcome}")),
@@ -439,7 +439,7 @@ fn the_driver_compiles_kernels_without_a_spill() {
 fn every_matrix_kernel_is_right() {
     let Some(gpu) = hopper() else { return };
     let configurations = matrix::configurations(&gpu);
-    for outcome in matrix::run(&gpu, &configurations, &Silent).unwrap() {
+    for outcome in matrix::run(&gpu, &configurations, &()).unwrap() {
         assert!(outcome.passed, "{outcome:?}");
         if outcome.family == "single" {
             assert!(outcome.max_error < 1e-5, "{outcome:?}");
