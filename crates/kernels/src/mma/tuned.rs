@@ -146,7 +146,6 @@ impl Rule {
             warps: self.tile.warps,
             row_tiles: self.tile.row_tiles,
             key_block: self.tile.key_block,
-            ahead: 1,
             query_source: self.tile.query_source,
             residents: self.tile.residents,
             accumulate: sums,
