@@ -272,8 +272,7 @@ fn compare_parameters(name: &str, handle: sys::CUfunction, parameters: &[Paramet
     };
     let signature = |reason| Error::Signature { function: name.to_owned(), reason };
     // Asking for one parameter more would reveal undeclared ones, but compute-sanitizer reports the
-    // driver's refusal as an error. A launch passes zeros for such parameters (see
-    // `Arguments::pointers`).
+    // driver's refusal as an error. A launch passes zeros for such parameters (`launch::nothing`).
     for (index, parameter) in parameters.iter().enumerate() {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is alive; an index that is too large is an
