@@ -9,7 +9,7 @@ use ptx::Element;
 use sim::{BufferId, Memory};
 
 use super::call::{Buffers, dtype};
-use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
+use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
 use crate::reference::{self, Combined};
 
 /// The factor by which the log-sum-exps of some rows are further apart than the others'.
@@ -48,12 +48,11 @@ impl Scene {
             .map_err(|error| refused(error.to_string()))?;
         let values = tensors.bind(launch, &program.parameters).map_err(refused)?;
 
-        let mut random = Random::new(7);
-        let partial = random.numbers(combine.partial, parts * rows * dim, 2.0);
+        let partial = numbers(7, combine.partial, parts * rows * dim, 2.0);
         // Every third part of a row saw nothing, and every fourth row saw nothing in any part; in
         // every fifth row the log-sum-exps of the parts are so far apart that exponentials
         // underflow.
-        let mut partial_lse = random.numbers(Element::F32, parts * rows, 20.0);
+        let mut partial_lse = numbers(8, Element::F32, parts * rows, 20.0);
         for (index, log_sum) in partial_lse.iter_mut().enumerate() {
             if (index % rows) % 5 == 2 {
                 *log_sum *= SPREAD;

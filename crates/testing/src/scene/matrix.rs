@@ -4,7 +4,7 @@ use kernels::product::{self, Contiguous};
 use kernels::{Product, Single};
 use ptx::{Element, TileLayout};
 
-use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
+use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
 impl Scene {
@@ -110,7 +110,7 @@ struct Matrix {
 impl Matrix {
     fn random(element: Element, (rows, columns): (u32, u32), seed: u64) -> Self {
         let count = rows as usize * columns as usize;
-        let values = Random::new(seed).numbers(element, count, 1.0);
+        let values = numbers(seed, element, count, 1.0);
         Matrix { element, rows, columns, values }
     }
 
