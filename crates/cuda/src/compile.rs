@@ -6,40 +6,6 @@ use std::time::Instant;
 use crate::compiler::PtxCompiler;
 use crate::{Cache, CacheEntry, CacheKey, CacheWarning, Device, Error, Result};
 
-/// Optimization level of the compiler, as ptxas's `-O0` to `-O4`.
-///
-/// A low level keeps the instruction order of the PTX.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum OptimizationLevel {
-    /// No optimization.
-    O0,
-    /// Little optimization: the schedule of the PTX is kept.
-    O1,
-    /// Some optimization.
-    O2,
-    /// The default of ptxas.
-    #[default]
-    O3,
-    /// The default of the driver.
-    O4,
-}
-
-impl OptimizationLevel {
-    /// Every level, lowest first.
-    pub const ALL: [OptimizationLevel; 5] = [
-        OptimizationLevel::O0,
-        OptimizationLevel::O1,
-        OptimizationLevel::O2,
-        OptimizationLevel::O3,
-        OptimizationLevel::O4,
-    ];
-
-    /// Returns the number in the level's name.
-    pub const fn number(self) -> u32 {
-        self as u32
-    }
-}
-
 /// Machine code for one kind of device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -71,7 +37,7 @@ impl Device {
     /// Compiles a PTX text for this device, without any cache.
     ///
     /// Returns [`Error::Compile`], with the compiler's log, for a text that the compiler refuses.
-    pub fn compile(&self, ptx: &str, level: OptimizationLevel) -> Result<Cubin> {
+    pub fn compile(&self, ptx: &str) -> Result<Cubin> {
         let start = Instant::now();
         let text = CString::new(ptx).map_err(|_| Error::Nul { what: "the PTX text" })?;
         let Some(compiler) = PtxCompiler::get() else {
@@ -85,28 +51,23 @@ impl Device {
                 warnings: Vec::new(),
             });
         };
-        let (bytes, log) = compiler.compile(&text, self.info().compute_capability, level)?;
+        let (bytes, log) = compiler.compile(&text, self.info().compute_capability)?;
         let milliseconds = start.elapsed().as_secs_f64() * 1e3;
-        tracing::debug!(milliseconds, bytes = bytes.len(), ?level, "compiled PTX");
+        tracing::debug!(milliseconds, bytes = bytes.len(), "compiled PTX");
         Ok(Cubin { bytes, log, milliseconds, cached: false, warnings: Vec::new() })
     }
 
     /// Takes the cubin of a PTX text from the cache, or compiles it and stores it there. Failures
     /// of the cache are warnings in the result, not errors.
-    pub fn compile_cached(
-        &self,
-        ptx: &str,
-        level: OptimizationLevel,
-        cache: &Cache,
-    ) -> Result<Cubin> {
+    pub fn compile_cached(&self, ptx: &str, cache: &Cache) -> Result<Cubin> {
         if PtxCompiler::get().is_none() {
             // The driver has its own cache for what it compiles.
-            return self.compile(ptx, level);
+            return self.compile(ptx);
         }
         let start = Instant::now();
         let mut log = String::new();
-        let entry = cache.get_or_compile(&self.cache_key(ptx, level), || {
-            let cubin = self.compile(ptx, level)?;
+        let entry = cache.get_or_compile(&self.cache_key(ptx), || {
+            let cubin = self.compile(ptx)?;
             log = cubin.log;
             Ok::<_, Error>(cubin.bytes)
         })?;
@@ -114,10 +75,10 @@ impl Device {
     }
 
     /// Takes the cubin of a PTX text from the cache, if it is there.
-    pub fn cached(&self, ptx: &str, level: OptimizationLevel, cache: &Cache) -> Option<Cubin> {
+    pub fn cached(&self, ptx: &str, cache: &Cache) -> Option<Cubin> {
         let start = Instant::now();
         // The only error is the closure's: the cubin is not in the cache.
-        let entry = cache.get_or_compile(&self.cache_key(ptx, level), || Err(())).ok()?;
+        let entry = cache.get_or_compile(&self.cache_key(ptx), || Err(())).ok()?;
         Some(Cubin::of(entry, String::new(), start))
     }
 
@@ -128,20 +89,8 @@ impl Device {
     }
 
     /// Returns the cache key of what [`Device::compile_cached`] compiles.
-    pub fn cache_key(&self, ptx: &str, level: OptimizationLevel) -> CacheKey {
+    pub fn cache_key(&self, ptx: &str) -> CacheKey {
         let info = self.info();
-        CacheKey::new(ptx, &info.driver, info.compute_capability, level)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn levels_have_their_numbers() {
-        let numbers = OptimizationLevel::ALL.map(OptimizationLevel::number);
-        assert_eq!(numbers, [0, 1, 2, 3, 4]);
-        assert_eq!(OptimizationLevel::default(), OptimizationLevel::O3);
+        CacheKey::new(ptx, &info.driver, info.compute_capability)
     }
 }

@@ -12,7 +12,10 @@ use std::sync::OnceLock;
 use libloading::Library;
 
 use crate::device::ComputeCapability;
-use crate::{Error, OptimizationLevel, Result};
+use crate::{Error, Result};
+
+/// The level of optimization, ptxas's default: kernels are tested for registers and spills under it.
+pub(crate) const OPTIMIZATION_LEVEL: u32 = 3;
 
 /// `nvPTXCompileResult`.
 type Status = c_int;
@@ -76,14 +79,13 @@ impl PtxCompiler {
         &self,
         ptx: &CStr,
         capability: ComputeCapability,
-        level: OptimizationLevel,
     ) -> Result<(Vec<u8>, String)> {
         let ComputeCapability { major, minor } = capability;
         // Since 9.0, architecture-specific features are under the name with an "a".
         let suffix = if major >= 9 { "a" } else { "" };
         let options = [
             format!("--gpu-name=sm_{major}{minor}{suffix}"),
-            format!("--opt-level={}", level.number()),
+            format!("--opt-level={}", OPTIMIZATION_LEVEL),
             "--verbose".to_owned(),
         ]
         .map(|option| CString::new(option).expect("it is ours and has no NUL"));

@@ -309,11 +309,13 @@ impl Default for Launch {
     }
 }
 
+/// The most blocks of a cluster that every device with clusters supports.
+const MAX_CLUSTER_BLOCKS: u32 = 8;
+
 /// The limits of a function and its device.
 struct Limits {
     threads: u32,
     shared_bytes: u32,
-    cluster_blocks: u32,
     has_clusters: bool,
 }
 
@@ -350,8 +352,8 @@ impl Launch {
         if !limits.has_clusters {
             return Err("clusters need a device of compute capability 9.0".to_owned());
         }
-        let blocks = limits.cluster_blocks;
-        if cluster.iter().any(|&n| n > 16) || product(cluster) > blocks.into() {
+        let blocks = MAX_CLUSTER_BLOCKS;
+        if cluster.iter().any(|&n| n > blocks) || product(cluster) > blocks.into() {
             return Err(format!("cluster {cluster:?} has more than {blocks} blocks"));
         }
         if grid.iter().zip(cluster).any(|(grid, cluster)| !grid.is_multiple_of(cluster)) {
@@ -456,46 +458,10 @@ impl Function {
         }
     }
 
-    /// Returns how many blocks with this many threads and this much dynamic shared memory one
-    /// multiprocessor holds at a time.
-    pub fn active_blocks_per_multiprocessor(&self, threads: u32, shared_bytes: u32) -> Result<u32> {
-        let _bound = self.device().bind()?;
-        let mut blocks = 0;
-        let threads = i32::try_from(threads).unwrap_or(i32::MAX);
-        // SAFETY: the function is alive; writes one number.
-        let result = unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &mut blocks,
-                self.shared.handle,
-                threads,
-                shared_bytes as usize,
-            )
-        };
-        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", result)?;
-        Ok(blocks.max(0) as u32)
-    }
-
-    /// Returns how many clusters of this launch the whole device holds at a time.
-    pub fn active_clusters(&self, launch: &Launch) -> Result<u32> {
-        launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
-        let _bound = self.device().bind()?;
-        let (mut attributes, count) = launch.attributes();
-        let configuration = launch.configuration(null_mut(), &mut attributes[..count]);
-        let mut clusters = 0;
-        // SAFETY: the function is alive and the attributes outlive the call;
-        // writes one number.
-        let result = unsafe {
-            sys::cuOccupancyMaxActiveClusters(&mut clusters, self.shared.handle, &configuration)
-        };
-        check("cuOccupancyMaxActiveClusters", result)?;
-        Ok(clusters.max(0) as u32)
-    }
-
     fn limits(&self) -> Limits {
         Limits {
             threads: self.shared.attributes.max_threads_per_block,
             shared_bytes: self.shared.dynamic_shared.load(Ordering::Relaxed),
-            cluster_blocks: self.shared.cluster_blocks.load(Ordering::Relaxed),
             has_clusters: self.device().info().compute_capability.major >= 9,
         }
     }
@@ -505,8 +471,7 @@ impl Function {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { threads: 384, shared_bytes: 48 << 10, cluster_blocks: 8, has_clusters: true };
+    const LIMITS: Limits = Limits { threads: 384, shared_bytes: 48 << 10, has_clusters: true };
 
     fn refused(launch: Launch, expected: &str) {
         let reason = launch.check(&LIMITS).unwrap_err();

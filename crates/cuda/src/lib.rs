@@ -32,15 +32,14 @@
 //! # Example
 //!
 //! ```no_run
-//! use flashcore_cuda::{Arguments, Buffer, Cache, Device, Launch, Module, OptimizationLevel, Parameter};
-//! use flashcore_cuda::Stream;
+//! use flashcore_cuda::{Arguments, Buffer, Cache, Device, Launch, Module, Parameter, Stream};
 //!
 //! # fn main() -> flashcore_cuda::Result<()> {
 //! # let ptx = "";
 //! let device = Device::open(0)?;
 //! let stream = Stream::new(&device)?;
 //! let cache = Cache::from_environment();
-//! let cubin = device.compile_cached(ptx, OptimizationLevel::O1, &cache)?;
+//! let cubin = device.compile_cached(ptx, &cache)?;
 //! let module = Module::load(&device, &cubin.bytes)?;
 //! let double = module.function("double", &[Parameter::Address, Parameter::U32])?;
 //!
@@ -73,7 +72,7 @@ mod tensor_map;
 pub mod toolkit;
 
 pub use cache::{Cache, CacheEntry, CacheKey, CacheSize, CacheWarning};
-pub use compile::{Cubin, OptimizationLevel};
+pub use compile::Cubin;
 pub use device::{ComputeCapability, Device, DeviceInfo, Uuid};
 pub use driver::{Driver, DriverVersion};
 pub use error::{Error, Result};
@@ -84,4 +83,4 @@ pub use launch::{Argument, Arguments, Launch, MAX_ARGUMENTS, Parameter};
 pub use memory::{Buffer, DeviceAddress, DeviceSlice, Plain};
 pub use module::{Function, FunctionAttributes, Module};
 pub use stream::{Stream, StreamIdentity};
-pub use tensor_map::{L2Promotion, TensorMap, TensorMapError};
+pub use tensor_map::{TensorMap, TensorMapError};

@@ -251,20 +251,6 @@ impl Stream {
         let result = unsafe { sys::cuMemsetD8Async(memory.address.0, byte, bytes, self.raw()) };
         check("cuMemsetD8Async", result)
     }
-
-    /// Sets every 32-bit word. Does not wait.
-    pub fn fill_words(&self, memory: DeviceSlice<'_>, word: u32) -> Result<()> {
-        multiple_of("the address of a fill with words", 4, memory.address.0)?;
-        multiple_of("the size of a fill with words", 4, memory.bytes)?;
-        if memory.bytes == 0 {
-            return Ok(());
-        }
-        let _bound = self.device().bind()?;
-        let words = (memory.bytes / 4) as usize;
-        // SAFETY: as for `copy`; aligned as the driver wants it.
-        let result = unsafe { sys::cuMemsetD32Async(memory.address.0, word, words, self.raw()) };
-        check("cuMemsetD32Async", result)
-    }
 }
 
 fn same_size(what: &'static str, expected: u64, found: u64) -> Result<()> {

@@ -76,7 +76,6 @@ impl Module {
                 parameters: parameters.to_vec(),
                 attributes,
                 dynamic_shared: AtomicU32::new(dynamic_shared),
-                cluster_blocks: AtomicU32::new(PORTABLE_CLUSTER_BLOCKS),
             }),
         })
     }
@@ -114,9 +113,6 @@ fn is_ptx(image: &[u8]) -> bool {
     image.starts_with(b".version") && image.last() == Some(&0)
 }
 
-/// Maximum number of blocks per cluster that every device with clusters supports.
-const PORTABLE_CLUSTER_BLOCKS: u32 = 8;
-
 /// A kernel. Cheap to clone.
 #[derive(Clone)]
 pub struct Function {
@@ -131,8 +127,6 @@ pub(crate) struct SharedFunction {
     pub(crate) attributes: FunctionAttributes,
     /// Maximum dynamic shared memory of a launch in bytes.
     pub(crate) dynamic_shared: AtomicU32,
-    /// Maximum number of blocks per cluster of a launch.
-    pub(crate) cluster_blocks: AtomicU32,
 }
 
 // SAFETY: a function's handle may be used from any thread, and lives as long
@@ -152,8 +146,6 @@ pub struct FunctionAttributes {
     pub local_bytes: u32,
     /// Static shared memory per block in bytes.
     pub static_shared_bytes: u32,
-    /// Constant memory in bytes.
-    pub constant_bytes: u32,
     /// Maximum number of threads per block, given the registers.
     pub max_threads_per_block: u32,
 }
@@ -164,7 +156,6 @@ impl FunctionAttributes {
             registers: attribute(handle, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
             local_bytes: attribute(handle, Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
             static_shared_bytes: attribute(handle, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
-            constant_bytes: attribute(handle, Attribute::CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES)?,
             max_threads_per_block: attribute(
                 handle,
                 Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
@@ -215,14 +206,6 @@ impl Function {
         }
         self.set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)?;
         self.shared.dynamic_shared.store(bytes, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Allows clusters of up to 16 blocks, where the device supports them. Up to 8 are always
-    /// allowed.
-    pub fn allow_large_clusters(&self) -> Result<()> {
-        self.set(Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
-        self.shared.cluster_blocks.store(2 * PORTABLE_CLUSTER_BLOCKS, Ordering::Relaxed);
         Ok(())
     }
 
@@ -289,8 +272,7 @@ fn compare_parameters(name: &str, handle: sys::CUfunction, parameters: &[Paramet
     };
     let signature = |reason| Error::Signature { function: name.to_owned(), reason };
     // Asking for one parameter more would reveal undeclared ones, but compute-sanitizer reports the
-    // driver's refusal as an error. A launch passes zeros for such parameters (see
-    // `Arguments::pointers`).
+    // driver's refusal as an error. A launch passes zeros for such parameters (`launch::nothing`).
     for (index, parameter) in parameters.iter().enumerate() {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is alive; an index that is too large is an

@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys;
 
-use crate::error::{check, code, number};
+use crate::error::check;
 use crate::{Device, Event, Result};
 
 /// A queue of work on a device. Work on one stream runs in order.
@@ -43,13 +43,8 @@ impl Stream {
         Ok(Stream { device: device.clone(), handle, owned: true })
     }
 
-    /// Returns the device's default stream, which PyTorch uses unless told otherwise.
-    pub fn default_of(device: &Device) -> Stream {
-        Stream { device: device.clone(), handle: null_mut(), owned: false }
-    }
-
     /// Borrows a stream that someone else created and will destroy, such as PyTorch's current
-    /// stream. 0 is the default stream.
+    /// stream. 0 is the default stream, which PyTorch uses unless told otherwise.
     ///
     /// # Safety
     ///
@@ -87,34 +82,12 @@ impl Stream {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 
-    /// Tells whether all work on the stream is done.
-    pub fn is_idle(&self) -> Result<bool> {
-        let _bound = self.device.bind()?;
-        // SAFETY: the handle is alive.
-        let result = unsafe { sys::cuStreamQuery(self.handle) };
-        if number(result) == code::NOT_READY {
-            return Ok(false);
-        }
-        check("cuStreamQuery", result).map(|()| true)
-    }
-
     /// Makes work that is enqueued from now on wait for an event.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: both handles are alive; the event may be of another device.
         let result = unsafe { sys::cuStreamWaitEvent(self.handle, event.raw(), 0) };
         check("cuStreamWaitEvent", result)
-    }
-
-    /// Tells whether work on this stream is captured into a graph instead of run.
-    pub fn is_capturing(&self) -> Result<bool> {
-        let _bound = self.device.bind()?;
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: writes one of the three statuses, which have not changed
-        // since CUDA 10.
-        let result = unsafe { sys::cuStreamIsCapturing(self.handle, &mut status) };
-        check("cuStreamIsCapturing", result)?;
-        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 }
 

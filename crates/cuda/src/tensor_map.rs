@@ -86,20 +86,6 @@ pub enum TensorMapError {
     },
 }
 
-/// How much the copy engine brings into L2 on each miss.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum L2Promotion {
-    /// Only what was requested.
-    None,
-    /// 64 bytes.
-    B64,
-    /// 128 bytes.
-    B128,
-    /// 256 bytes.
-    #[default]
-    B256,
-}
-
 /// A description of a tensor for the copy engine, passed to a kernel by value in
 /// [`Arguments`](crate::Arguments).
 ///
@@ -112,8 +98,7 @@ pub struct TensorMap {
     pub(crate) opaque: [u64; 16],
 }
 
-// The cast in `encode_with_promotion` needs the size and at least the alignment of the bindings'
-// tensor map.
+// The cast in `encode` needs the size and at least the alignment of the bindings' tensor map.
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 const _: () = assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>());
 
@@ -127,21 +112,6 @@ impl TensorMap {
         address: DeviceAddress,
         dimensions: &[u64],
         strides: &[u64],
-    ) -> Result<TensorMap> {
-        let promotion = L2Promotion::default();
-        TensorMap::encode_with_promotion(
-            device, tensor_box, address, dimensions, strides, promotion,
-        )
-    }
-
-    /// Like [`TensorMap::encode`], with a choice of the L2 promotion.
-    pub fn encode_with_promotion(
-        device: &Device,
-        tensor_box: &TensorBox,
-        address: DeviceAddress,
-        dimensions: &[u64],
-        strides: &[u64],
-        promotion: L2Promotion,
     ) -> Result<TensorMap> {
         check_constraints(tensor_box, address, dimensions, strides)?;
         // Encoding is done on the host, but the driver requires a context.
@@ -166,7 +136,8 @@ impl TensorMap {
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle(tensor_box.swizzle),
-                l2_promotion(promotion),
+                // What a miss brings into L2.
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 // "None" means zeros; the alternative is NaN.
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
@@ -249,16 +220,6 @@ fn swizzle(swizzle: Swizzle) -> sys::CUtensorMapSwizzle {
         Swizzle::B32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
         Swizzle::B64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
         Swizzle::B128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-    }
-}
-
-fn l2_promotion(promotion: L2Promotion) -> sys::CUtensorMapL2promotion {
-    use sys::CUtensorMapL2promotion as Promotion;
-    match promotion {
-        L2Promotion::None => Promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        L2Promotion::B64 => Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-        L2Promotion::B128 => Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        L2Promotion::B256 => Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
     }
 }
 

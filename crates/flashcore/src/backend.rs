@@ -138,6 +138,12 @@ pub trait Progress: Sync {
     fn advance(&self, steps: u64);
 }
 
+/// Nobody is told.
+impl Progress for () {
+    fn begin(&self, _: u64) {}
+    fn advance(&self, _: u64) {}
+}
+
 /// Stops a computation that runs on another thread.
 ///
 /// ```

@@ -1,7 +1,7 @@
 //! Ahead-of-time assembly of kernels for a GPU that is not present.
 
 use cuda::toolkit::{Options, Ptxas, Toolkit};
-use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion};
 use flashcore::Progress;
 use flashcore::gpu::{Chip, Warmed};
 use kernels::Configuration;
@@ -71,8 +71,7 @@ pub fn assemble(
         let (cached, bytes, warnings) = match keep {
             Some((cache, driver)) => {
                 // As the library compiles, and so as it looks for it.
-                let level = OptimizationLevel::default();
-                let key = CacheKey::new(&text, driver, capability, level);
+                let key = CacheKey::new(&text, driver, capability);
                 let entry = cache.get_or_compile(&key, compile)?;
                 let warnings = entry.warnings.iter().map(ToString::to_string).collect();
                 (entry.cached, entry.bytes.len(), warnings)

@@ -35,22 +35,12 @@ pub mod tune;
 pub mod verify;
 
 use cuda::Cache;
-use flashcore::Progress;
 use flashcore::gpu::{Gpu, GpuError, Policy};
 
 /// Opens the first GPU of this machine; kernels are compiled in full before their first use, so
 /// that every launch runs the same machine code.
 pub fn open_gpu() -> Result<Gpu, GpuError> {
     Gpu::with_policy(0, Cache::from_environment(), Policy::AtOnce)
-}
-
-/// An observer that ignores all progress.
-#[derive(Debug, Clone, Copy)]
-pub struct Silent;
-
-impl Progress for Silent {
-    fn begin(&self, _: u64) {}
-    fn advance(&self, _: u64) {}
 }
 
 /// An error that prevents a measurement or a judgement.

@@ -4,6 +4,7 @@
 //! reversed from round to round. What changes slowly (clocks, heat) is then common to a round and
 //! falls out of the ratios of two candidates, which are what is compared.
 
+use flashcore::random::mix;
 use serde::{Deserialize, Serialize};
 
 /// Returns the median; of an even number of samples, the mean of the two in the middle.
@@ -122,11 +123,9 @@ impl Random {
 
     /// The next 64 bits (splitmix64).
     pub fn bits(&mut self) -> u64 {
+        let bits = mix(self.0);
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        bits
     }
 
     /// A number from 0 up to, not including, `end`.

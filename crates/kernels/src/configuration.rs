@@ -7,8 +7,8 @@ use crate::backward::{Rounding, RowSums, SinkGradients};
 use crate::forward::Form;
 use crate::mma::BackwardMma;
 use crate::{
-    Backward, BlockFinder, BlockLister, Ceiling, Combine, Decode, Error, Forward, Mma, Prefill,
-    Product, Scalar, Sequencer, Single, TileSharer, Widen,
+    Backward, BlockFinder, BlockLister, Combine, Decode, Error, Forward, Mma, Prefill, Product,
+    Scalar, Sequencer, Single, TileSharer, Widen,
 };
 
 /// Declares [`Configuration`] from its kinds, each with the name of the kernel family and what the
@@ -66,7 +66,6 @@ kinds! {
     SinkGradients "sink_gradients" "the gradients of sinks, from row sums"
     Single "single" "one 64x64x16 wgmma"
     Product "product" "a matrix product with TMA, a pipeline and wgmma"
-    Ceiling "ceiling" "wgmma m64n256k16 in a loop: the tensor cores' ceiling"
 }
 
 impl Configuration {

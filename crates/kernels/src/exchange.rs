@@ -8,8 +8,7 @@ use ptx::{
 
 /// The hint of loads of what other multiprocessors have written: they bypass the L1 cache of this
 /// one.
-pub(crate) const L2_ONLY: LoadHint =
-    LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
+pub(crate) const L2_ONLY: LoadHint = LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only };
 
 /// Polls a word with acquire loads, with a pause of `nanoseconds` between two, until `done` of its
 /// value; called by one thread.

@@ -18,7 +18,6 @@
 //! | [`parameter`] | the kernel parameters, and what a launch passes for each |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
-//! | [`ceiling`] | a loop of `wgmma` that measures the peak of the tensor cores |
 //!
 //! A configuration is plain data: it can be printed, hashed and searched over. Building the same
 //! configuration twice gives the same program.
@@ -27,7 +26,6 @@ pub mod append;
 pub mod attention;
 pub mod backward;
 pub mod cache;
-pub mod ceiling;
 pub mod combine;
 mod configuration;
 pub mod decode;
@@ -54,7 +52,6 @@ pub use append::Append;
 pub use attention::{Batch, MaskKind, Rules, Window};
 pub use backward::Backward;
 pub use cache::{Cache, Scales};
-pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use configuration::Configuration;
 pub use decode::Decode;

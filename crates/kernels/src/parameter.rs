@@ -1,6 +1,6 @@
 //! The parameters of kernels. Each one says what it is, and so where its argument comes from.
 //!
-//! All kernels but `single`, `product` and `ceiling` declare their parameters by these names and no
+//! All kernels but `single` and `product` declare their parameters by these names and no
 //! others. Whoever launches a kernel, on a GPU or in the simulator, reads the declarations back
 //! ([`Parameter::of`]) and has one place to look each of them up.
 

@@ -234,7 +234,7 @@ impl Product {
                 Contiguous::Inner => [at.into(), offset],
                 Contiguous::Outer => [0.into(), at + offset],
             };
-            b.load(k, b_map, &corner, full, CopyHint { multicast: everyone, policy: None });
+            b.load(k, b_map, &corner, full, CopyHint { multicast: everyone });
             producer.advance(k);
         });
     }

@@ -16,8 +16,8 @@ use crate::mma::every_tuned_backward;
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
-    Backward, Batch, BlockFinder, BlockLister, Ceiling, Combine, Configuration, Forward, MaskKind,
-    Mma, Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
+    Backward, Batch, BlockFinder, BlockLister, Combine, Configuration, Forward, MaskKind, Mma,
+    Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
 
 /// Returns every shipped configuration for a target.
@@ -64,11 +64,6 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
             all.push(Configuration::Single(Single { element }));
         }
         all.extend(products().into_iter().map(Configuration::Product));
-        for (unroll, warpgroups) in [(1, 1), (4, 1), (4, 2)] {
-            for element in [Element::F16, Element::BF16] {
-                all.push(Configuration::Ceiling(Ceiling { element, unroll, warpgroups }));
-            }
-        }
     }
     all
 }

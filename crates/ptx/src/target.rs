@@ -149,8 +149,6 @@ pub enum Capability {
     HalfMinMax,
     /// Conversions to and from the 8-bit floats.
     Fp8Conversion,
-    /// L2 cache policies.
-    CachePolicies,
     /// `cp.async`.
     AsyncCopies,
     /// `mbarrier` objects.
@@ -175,7 +173,7 @@ pub enum Capability {
 
 impl Capability {
     /// Every capability.
-    pub const ALL: [Capability; 21] = [
+    pub const ALL: [Capability; 20] = [
         Capability::MatrixLoad,
         Capability::MatrixStore,
         Capability::MmaHalfK8,
@@ -186,7 +184,6 @@ impl Capability {
         Capability::Bf16Arithmetic,
         Capability::HalfMinMax,
         Capability::Fp8Conversion,
-        Capability::CachePolicies,
         Capability::AsyncCopies,
         Capability::Mbarrier,
         Capability::MbarrierTransactions,
@@ -205,13 +202,9 @@ impl Capability {
         let at_least = |architecture| target.architecture >= architecture;
         match self {
             C::MatrixLoad | C::MmaHalfK8 => at_least(75),
-            C::Mma
-            | C::PairConversion
-            | C::Bf16
-            | C::HalfMinMax
-            | C::CachePolicies
-            | C::AsyncCopies
-            | C::Mbarrier => at_least(80),
+            C::Mma | C::PairConversion | C::Bf16 | C::HalfMinMax | C::AsyncCopies | C::Mbarrier => {
+                at_least(80)
+            }
             C::MmaFp8 | C::Fp8Conversion => at_least(89),
             C::MatrixStore
             | C::Bf16Arithmetic
@@ -240,7 +233,6 @@ impl Capability {
             C::Bf16Arithmetic => "bf16 arithmetic",
             C::HalfMinMax => "f16 min/max",
             C::Fp8Conversion => "fp8 conversion",
-            C::CachePolicies => "L2 cache policies",
             C::AsyncCopies => "cp.async",
             C::Mbarrier => "mbarrier",
             C::MbarrierTransactions => "mbarrier transactions",

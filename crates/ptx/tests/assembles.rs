@@ -47,10 +47,7 @@ fn versions_are_low() {
     };
     assert_eq!(version("Add F32", Target::SM_75), ".version 6.3");
     assert_eq!(version("Add F32", Target::SM_80), ".version 7.0");
-    assert_eq!(
-        version("tensor load 2d multicast false policy false", Target::SM_90),
-        ".version 8.0"
-    );
+    assert_eq!(version("tensor load 2d multicast false", Target::SM_90), ".version 8.0");
     assert_eq!(version("wgmma by a predicate", Target::SM_90A), ".version 8.0");
 }
 

@@ -312,7 +312,7 @@ fn tiles_that_do_not_fit() {
             let src = Address { base: k.shared_address(tile).register(), offset: 0 };
             let zero = k.eval::<S32>(0).register();
             let coordinates = vec![zero.into(); 2];
-            k.push(Instruction::TensorReduceAdd { map, coordinates, src, policy: None });
+            k.push(Instruction::TensorReduceAdd { map, coordinates, src });
         }),
         "there is no such instruction: adding e4m3 to a tensor"
     );

@@ -103,7 +103,6 @@ pub fn effect(instruction: &Instruction) -> Effect {
         | I::Store { .. }
         | I::LoadByte { .. }
         | I::PrefetchL2 { .. }
-        | I::CreatePolicy { .. }
         | I::Atomic { .. }
         | I::CompareAndSwap { .. }
         | I::Reduce { .. }

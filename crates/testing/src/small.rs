@@ -35,7 +35,6 @@ pub fn mma() -> Mma {
         warps: 2,
         row_tiles: 2,
         key_block: 32,
-        ahead: 1,
         query_source: Source::Shared,
         residents: 1,
         accumulate: Element::F32,

@@ -5,7 +5,7 @@ mod common;
 
 use flashcore::{
     Backend, CpuBackend, DType, DTypes, Descale, Descales, InputTensors, Inputs, Layout, Machine,
-    Mask, Output, Problem, Progress, RunOptions, Strides, Tensor,
+    Mask, Output, Problem, RunOptions, Strides, Tensor,
 };
 use flashcore_testing::check::{self, Case, cases};
 use proptest::prelude::*;
@@ -13,18 +13,11 @@ use proptest::test_runner::RngSeed;
 
 use crate::common::{any_contents, any_mask};
 
-struct Silent;
-
-impl Progress for Silent {
-    fn begin(&self, _: u64) {}
-    fn advance(&self, _: u64) {}
-}
-
 /// Runs a case on every kernel of this machine that accepts it.
 fn check(case: &Case) {
     let machine = Machine::discover();
     let backends: Vec<&dyn Backend> = machine.backends().iter().map(AsRef::as_ref).collect();
-    for checked in check::run_all(&backends, None, std::slice::from_ref(case), &Silent) {
+    for checked in check::run_all(&backends, None, std::slice::from_ref(case), &()) {
         let outcome = checked.outcome.unwrap();
         assert!(outcome.passed, "{}: {case}: {outcome}", checked.kernel);
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cuda::{Buffer, Cache};
-use device::{HALVES, Silent, hopper};
+use device::{HALVES, hopper};
 use flashcore::gpu::{
     AttentionPlan, DeviceTensor, Gpu, GpuError, Gradients as DeviceGradients, Tensors,
 };
@@ -52,7 +52,7 @@ fn check(kernel: &str) {
     let backend = GpuBackend::new(Arc::new(gpu));
     let (mut served, mut complaints) = (0, Vec::new());
     for some in all.chunks(256) {
-        for checked in run_gradients(&[&backend], Some(kernel), some, &Silent) {
+        for checked in run_gradients(&[&backend], Some(kernel), some, &()) {
             let case = checked.case;
             match checked.outcome {
                 Ok(outcome) if outcome.passed => served += 1,
@@ -341,5 +341,5 @@ fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>, bac
     }
     let kernels: Vec<_> = kernels.into_iter().collect();
     println!("{} kernels", kernels.len());
-    gpu.warm(&kernels, &Silent).unwrap();
+    gpu.warm(&kernels, &()).unwrap();
 }

@@ -16,7 +16,7 @@ use flashcore::{
 };
 use flashcore_testing::check::{self, Invariance};
 
-use device::{HALVES, Silent, all_pass, gpu, is_right};
+use device::{HALVES, all_pass, gpu, is_right};
 
 /// The 8-bit element types.
 const NARROW: [DType; 3] = [DType::E4M3, DType::E5M2, DType::Int8];
@@ -26,7 +26,7 @@ fn decode_is_right_about_random_sequences() {
     let Some(gpu) = gpu() else { return };
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
-    let run = |dtype| check::run_sequences(&backends, Some("decode"), dtype, 1_650, &Silent);
+    let run = |dtype| check::run_sequences(&backends, Some("decode"), dtype, 1_650, &());
     all_pass(HALVES.into_iter().flat_map(run), 3_000);
 }
 
@@ -37,7 +37,7 @@ fn caches_of_8_bits_are_attended() {
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
     for kernel in ["decode", "widen"] {
-        let run = |dtype| check::run_sequences(&backends, Some(kernel), dtype, 1_650, &Silent);
+        let run = |dtype| check::run_sequences(&backends, Some(kernel), dtype, 1_650, &());
         all_pass(NARROW.into_iter().flat_map(run), 1_400);
     }
 }
@@ -53,7 +53,7 @@ fn decode_is_right_about_plain_problems() {
 fn bits_do_not_depend_on_the_batch() {
     let Some(gpu) = gpu() else { return };
     let backend = GpuBackend::new(gpu.into());
-    let compared = check::run_batches(&backend, 10_000, &Silent).unwrap();
+    let compared = check::run_batches(&backend, 10_000, &()).unwrap();
     println!("{compared} queries compared");
     assert!(compared > 100_000, "{compared}");
 }
@@ -77,19 +77,19 @@ fn bits_do_not_depend_on_a_large_batch() {
 #[test]
 fn new_tokens_are_where_the_host_would_put_them() {
     let Some(gpu) = gpu() else { return };
-    all_pass(HALVES.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &Silent)), 1_200);
+    all_pass(HALVES.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &())), 1_200);
 }
 
 #[test]
 fn new_tokens_are_rounded_to_8_bits_as_the_host_would() {
     let Some(gpu) = gpu() else { return };
-    all_pass(NARROW.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &Silent)), 1_200);
+    all_pass(NARROW.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &())), 1_200);
 }
 
 #[test]
 fn parts_are_combined() {
     let Some(gpu) = gpu() else { return };
-    let run = |dtype| check::run_combines(&gpu, dtype, 600, &Silent);
+    let run = |dtype| check::run_combines(&gpu, dtype, 600, &());
     all_pass(DType::WIDE.into_iter().flat_map(run), 1_800);
 }
 

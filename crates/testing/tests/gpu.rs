@@ -4,7 +4,7 @@ mod device;
 
 use std::time::Instant;
 
-use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
+use cuda::{Buffer, Cache};
 use flashcore::family::Choice;
 use flashcore::gpu::{AttentionPlan, Chip, DeviceTensor, Gpu, GpuError, Policy, Stream, Tensors};
 use flashcore::plan::{Arrangement, candidates};
@@ -14,15 +14,15 @@ use flashcore::{
 };
 use flashcore_testing::check::{self, Checked, cases, matrix};
 use kernels::forward::Form;
-use kernels::{Ceiling, Configuration, Forward};
+use kernels::{Configuration, Forward};
 use ptx::Capability;
 
-use device::{Silent, gpu, hopper};
+use device::{gpu, hopper};
 
 /// Checks that every case that a kernel accepts passes; returns how many there are.
 fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
     let backends: [&dyn Backend; 1] = [backend];
-    let checked = check::run_all(&backends, Some(kernel), cases, &Silent);
+    let checked = check::run_all(&backends, Some(kernel), cases, &());
     let complaint = |Checked { case, outcome, .. }: &Checked<'_>| match outcome {
         Ok(outcome) if outcome.passed => None,
         Ok(outcome) => Some(format!("{case}: {outcome}")),
@@ -439,71 +439,12 @@ fn the_driver_compiles_kernels_without_a_spill() {
 fn every_matrix_kernel_is_right() {
     let Some(gpu) = hopper() else { return };
     let configurations = matrix::configurations(&gpu);
-    for outcome in matrix::run(&gpu, &configurations, &Silent).unwrap() {
+    for outcome in matrix::run(&gpu, &configurations, &()).unwrap() {
         assert!(outcome.passed, "{outcome:?}");
         if outcome.family == "single" {
             assert!(outcome.max_error < 1e-5, "{outcome:?}");
         }
     }
-}
-
-/// The ceiling loop written in this project's language is as fast as the one in hand-written PTX.
-#[test]
-fn the_ceiling_loop_is_as_fast_as_by_hand() {
-    let Some(gpu) = hopper() else { return };
-    let mut ratios = Vec::new();
-    for round in 0..6 {
-        // The second one runs on a warmer chip, so the order alternates.
-        let measure_ours = || matrix::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
-        let (ours, hand) = if round % 2 == 0 {
-            (measure_ours(), by_hand(&gpu))
-        } else {
-            let hand = by_hand(&gpu);
-            (measure_ours(), hand)
-        };
-        println!("ceiling: {ours:.0} TFLOP/s, by hand {hand:.0}");
-        ratios.push(ours / hand);
-    }
-    ratios.sort_by(f64::total_cmp);
-    assert!((ratios[2] + ratios[3]) / 2.0 >= 0.95, "{ratios:?}");
-}
-
-/// Measures the TFLOP/s of the loop in `data/ceiling_by_hand.ptx`.
-fn by_hand(gpu: &Gpu) -> f64 {
-    let text = include_str!("data/ceiling_by_hand.ptx");
-    let cubin = gpu.device().compile(text, OptimizationLevel::O3).unwrap();
-    let module = Module::load(gpu.device(), &cubin.bytes).unwrap();
-    let parameters = [Parameter::Address, Parameter::Address, Parameter::U32];
-    let function = module.function("by_hand", &parameters).unwrap();
-    let shared_bytes = 49_152;
-    function.set_dynamic_shared(shared_bytes).unwrap();
-    let blocks = gpu.info().multiprocessors;
-    // Pseudo-random bits with the exponents of numbers between -1 and 1.
-    let numbers: Vec<u16> = (0..shared_bytes / 2)
-        .map(|index| {
-            let bits = (index.wrapping_mul(2_654_435_761) >> 16) as u16;
-            bits & 0x80FF | 0x3E00
-        })
-        .collect();
-    let source = Buffer::from_slice(gpu.stream(), &numbers).unwrap();
-    let target = Buffer::new(gpu.device(), blocks as u64 * 256 * 512).unwrap();
-    let (block, grid) = ([256, 1, 1], [blocks, 1, 1]);
-    let launch = Launch { grid, block, shared_bytes, ..Launch::default() };
-    let mut best = 0f64;
-    for rounds in [2_000, 20_000, 20_000, 20_000, 20_000, 20_000] {
-        let mut arguments = Arguments::new();
-        arguments.push(source.address()).push(target.address()).push(rounds);
-        let start = cuda::Event::new(gpu.device()).unwrap();
-        let end = cuda::Event::new(gpu.device()).unwrap();
-        start.record(gpu.stream()).unwrap();
-        function.launch(gpu.stream(), &launch, &arguments).unwrap();
-        end.record(gpu.stream()).unwrap();
-        end.synchronize().unwrap();
-        let milliseconds = end.milliseconds_since(&start).unwrap();
-        let flop = Ceiling::PLAIN.flop(rounds) * blocks as f64;
-        best = best.max(flop / milliseconds / 1e9);
-    }
-    best
 }
 
 /// A measurement, not a check: how long each form takes to compile, and how fast it runs. Set

@@ -76,11 +76,11 @@ fn mistakes_are_noticed_in_every_family() {
 }
 
 /// Every shipped family is a subject of mutation, or has no synchronisation. The kernel that
-/// distributes tiles (`tile_sharer`) has a test of its own in `kernels/finder.rs`; products and the
-/// ceiling loop exist for measurements only.
+/// distributes tiles (`tile_sharer`) has a test of its own in `kernels/finder.rs`; products
+/// exist for measurements only.
 #[test]
 fn whatever_orders_is_tried() {
-    let elsewhere = ["tile_sharer", "single", "product", "ceiling"];
+    let elsewhere = ["tile_sharer", "single", "product"];
     let tried = families();
     let all = shipped(Target::SM_90A).into_iter().chain(with_functions());
     let mut others = BTreeMap::new();

@@ -11,14 +11,14 @@ use flashcore::{
 };
 use flashcore_testing::check;
 
-use device::{HALVES, Silent, all_pass, hopper, is_right};
+use device::{HALVES, all_pass, hopper, is_right};
 
 #[test]
 fn prefill_is_right_about_random_sequences() {
     let Some(gpu) = hopper() else { return };
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
-    let run = |dtype| check::run_sequences(&backends, Some("prefill"), dtype, 2_500, &Silent);
+    let run = |dtype| check::run_sequences(&backends, Some("prefill"), dtype, 2_500, &());
     all_pass(HALVES.into_iter().flat_map(run), 3_000);
 }
 
@@ -28,7 +28,7 @@ fn prefill_is_right_about_random_sequences_in_e4m3() {
     let Some(gpu) = hopper() else { return };
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
-    let checked = check::run_sequences(&backends, Some("prefill"), DType::E4M3, 7_500, &Silent);
+    let checked = check::run_sequences(&backends, Some("prefill"), DType::E4M3, 7_500, &());
     let narrow = checked.iter().filter(|it| it.case.contains("q=e4m3")).count();
     println!("{narrow} of them with queries in e4m3");
     assert!(narrow >= 300, "{narrow}");

@@ -19,8 +19,8 @@ pub(crate) enum Operation {
     Download { from: u64, to: usize, bytes: usize },
     /// Copies on the device.
     Copy { from: u64, to: u64, bytes: usize },
-    /// Repeats a pattern.
-    Fill { to: u64, pattern: Vec<u8>, count: usize },
+    /// Repeats a byte.
+    Fill { to: u64, value: u8, count: usize },
 }
 
 /// Work in an order that respects the dependencies, and what belongs to it. A graph and its
@@ -64,9 +64,7 @@ impl Gpu {
                 })
             }
             Operation::Copy { from, to, bytes } => self.memory.copy(from, to, bytes as u64),
-            Operation::Fill { to, ref pattern, count } => {
-                self.memory.write_at(to, &pattern.repeat(count))
-            }
+            Operation::Fill { to, value, count } => self.memory.write_at(to, &vec![value; count]),
         };
         done.map_err(|reason| explain(Error::InvalidValue, format!("a copy or fill of {reason}")))
     }

@@ -166,9 +166,8 @@ impl Kernel {
             return wrong(Error::InvalidValue, reason);
         }
         let [size, rest @ ..] = cluster.unwrap_or([*compiled, 1, 1]);
-        let largest = if self.large_clusters { 16 } else { 8 };
         let differs = *compiled > 1 && size != *compiled;
-        if rest != [1, 1] || !(1..=largest).contains(&size) || differs {
+        if rest != [1, 1] || !(1..=8).contains(&size) || differs {
             let reason = format!("clusters {cluster:?}, it is compiled for {compiled}");
             return wrong(Error::InvalidClusterSize, reason);
         }

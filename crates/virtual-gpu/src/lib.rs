@@ -366,15 +366,7 @@ driver! {
     }
 
     fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: Handle) {
-        enqueue(stream, count, Operation::Fill { to, pattern: vec![value], count })
-    }
-
-    fn cuMemsetD32Async(to: u64, value: u32, count: usize, stream: Handle) {
-        if !to.is_multiple_of(4) {
-            return Err(Error::InvalidValue);
-        }
-        let pattern = value.to_le_bytes().to_vec();
-        enqueue(stream, count, Operation::Fill { to, pattern, count })
+        enqueue(stream, count, Operation::Fill { to, value, count })
     }
 
     // ---- modules and functions ------------------------------------------------
@@ -466,18 +458,6 @@ driver! {
         })
     }
 
-    fn cuOccupancyMaxActiveClusters(
-        clusters: Out<i32>,
-        function: Handle,
-        configuration: Option<&LaunchConfiguration>,
-    ) {
-        let configuration = configuration.ok_or(Error::InvalidValue)?;
-        // SAFETY: as many attributes as there should be, as the driver API says.
-        let dimensions = unsafe { configuration.dimensions() }?;
-        let count = in_context(|gpu| gpu.resident_clusters(function, &dimensions))?;
-        set(clusters, count as i32)
-    }
-
     fn cuTensorMapEncodeTiled(
         map: *mut MaybeUninit<tensor_map::Encoded>,
         data_type: u32,
@@ -535,10 +515,6 @@ driver! {
         in_context(|gpu| gpu.wait_for_stream(stream))
     }
 
-    fn cuStreamQuery(stream: Handle) {
-        in_context(|gpu| gpu.wait_for_stream(stream))
-    }
-
     fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) {
         let _ = flags;
         in_context(|gpu| gpu.wait_for_event(stream, event))
@@ -580,10 +556,6 @@ driver! {
         set(graph, handle)?;
         // What is discarded may call its owner, so it is dropped here, outside of the lock.
         discarded.map_or(Ok(()), |(_, error)| Err(error))
-    }
-
-    fn cuStreamIsCapturing(stream: Handle, status: Out<u32>) {
-        set(status, in_context(|gpu| Ok(capture_status(gpu.capture(stream)?.map(|it| it.1))))?)
     }
 
     fn cuStreamGetCaptureInfo_v2(

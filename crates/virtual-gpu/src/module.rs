@@ -13,7 +13,6 @@ use crate::gpu::{Gpu, Handle};
 pub(crate) struct Kernel {
     pub(crate) program: Arc<Program>,
     pub(crate) dynamic_shared: u32,
-    pub(crate) large_clusters: bool,
     /// The places of the program's statements, in its order.
     places: Places,
 }
@@ -45,7 +44,6 @@ mod attribute {
     pub(super) const PTX_VERSION: u32 = 5;
     pub(super) const BINARY_VERSION: u32 = 6;
     pub(super) const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
-    pub(super) const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: u32 = 14;
     pub(super) const LAST: u32 = 15;
 }
 
@@ -68,8 +66,7 @@ impl Gpu {
             return Err(explain(Error::NoBinaryForGpu, reason));
         }
         let handle = self.handle();
-        let (dynamic_shared, large_clusters) = (SHARED_BYTES, false);
-        let kernel = Kernel { program, dynamic_shared, large_clusters, places };
+        let kernel = Kernel { program, dynamic_shared: SHARED_BYTES, places };
         self.kernels.insert(handle, kernel);
         Ok(handle)
     }
@@ -89,8 +86,7 @@ impl Kernel {
             attribute::PTX_VERSION => u32::from(version.major) * 10 + u32::from(version.minor),
             attribute::BINARY_VERSION => program.target.architecture,
             attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES => self.dynamic_shared,
-            attribute::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => self.large_clusters.into(),
-            // Shared, constant and local memory, caches and the like: none.
+            // Shared, constant and local memory, large clusters and the like: none.
             number if number <= attribute::LAST => 0,
             _ => return Err(Error::InvalidValue),
         };
@@ -115,7 +111,6 @@ impl Kernel {
                 }
                 self.dynamic_shared = bytes;
             }
-            attribute::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => self.large_clusters = value != 0,
             number if number <= attribute::LAST => {}
             _ => return Err(Error::InvalidValue),
         }
@@ -219,9 +214,8 @@ mod tests {
         k.variable::<U32>(7);
         let mut program = program(&ptx::print(&k.finish().unwrap())).unwrap();
         let places = number(&mut program);
-        let (dynamic_shared, large_clusters) = (0, false);
         let program = Arc::new(program);
-        let kernel = Kernel { program, dynamic_shared, large_clusters, places };
+        let kernel = Kernel { program, dynamic_shared: 0, places };
         let mut texts = Vec::new();
         kernel.program.visit(&mut |statement| texts.push(kernel.statement(statement.place)));
         for (number, text) in texts.iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion};
 use serde::Serialize;
 
 use crate::terminal;
@@ -56,7 +56,7 @@ fn trial(cache: &Cache) -> Vec<String> {
     let text = format!("flashcore doctor {}", std::process::id());
     let driver = Driver { version: DriverVersion::OLDEST, release: None };
     let capability = ComputeCapability { major: 0, minor: 0 };
-    let key = CacheKey::new(&text, &driver, capability, OptimizationLevel::O0);
+    let key = CacheKey::new(&text, &driver, capability);
     let Ok(entry) = cache.get_or_compile(&key, || Ok::<_, Infallible>(text.into_bytes()));
     let mut refusals: Vec<String> = entry.warnings.iter().map(ToString::to_string).collect();
     if refusals.is_empty()

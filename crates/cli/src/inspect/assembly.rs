@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use cuda::toolkit::{self, Assembled, Options, Ptxas, Toolkit};
-use cuda::{Device, DeviceInfo, OptimizationLevel};
+use cuda::{Device, DeviceInfo};
 use flashcore::Progress;
 use ptx::{Compiler, Program, Target};
 use serde::Serialize;
@@ -157,9 +157,8 @@ impl Assembler {
     fn driver(info: &DeviceInfo, program: &Program) -> Self {
         let version = info.driver.version;
         let name = format!("driver {version}");
-        let level = OptimizationLevel::default();
         let ptx = ptx::print_for(program, Compiler::of_cuda(version.major, version.minor));
-        match Device::open(info.ordinal).and_then(|device| device.compile(&ptx, level)) {
+        match Device::open(info.ordinal).and_then(|device| device.compile(&ptx)) {
             Ok(cubin) => Assembler {
                 seconds: Some(cubin.milliseconds / 1e3),
                 ..Assembler::accepted(name, Assembled::from_log(cubin.log))

@@ -2,7 +2,7 @@
 
 use cuda::DeviceInfo;
 use flashcore::gpu::target_of;
-use kernels::{Ceiling, Configuration, Product, shipped};
+use kernels::{Configuration, Product, shipped};
 use ptx::{Element, Target};
 use serde::Serialize;
 
@@ -109,7 +109,6 @@ fn is_plain(configuration: &Configuration) -> bool {
             mma.head_dim == 128 && mma.element == Element::BF16 && !mma.split
         }
         Configuration::Product(product) => *product == Product::PLAIN,
-        Configuration::Ceiling(ceiling) => *ceiling == Ceiling::PLAIN,
         _ => false,
     }
 }

@@ -20,9 +20,6 @@ pub(super) struct SizeArguments {
     /// Inner extent of a product
     #[arg(long, value_name = "COUNT")]
     inner: Option<u32>,
-    /// Rounds of the ceiling loop
-    #[arg(long, value_name = "COUNT")]
-    rounds: Option<u32>,
     /// Sequences of attention
     #[arg(long, value_name = "COUNT")]
     batch: Option<u32>,
@@ -49,7 +46,6 @@ impl SizeArguments {
         let attention = families().contains(&kernel.family());
         let taken: &[&str] = match kernel {
             Configuration::Product(_) => &["rows", "inner"],
-            Configuration::Ceiling(_) => &["rounds"],
             Configuration::Combine(_) => &["batch", "seq", "heads", "parts"],
             _ if attention => &["batch", "seq", "kv-seq", "heads", "kv-heads"],
             _ => &[],
@@ -63,9 +59,6 @@ impl SizeArguments {
             Configuration::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;
                 Scene::product(*product, self.rows.unwrap_or(rows), self.inner.unwrap_or(inner))
-            }
-            Configuration::Ceiling(ceiling) => {
-                Scene::ceiling(*ceiling, self.rounds.unwrap_or(Scene::CEILING_ROUNDS))
             }
             Configuration::Combine(combine) => {
                 let sizes = [or(self.batch, 1), or(self.seq, 11), or(self.heads, 2)];
@@ -141,7 +134,6 @@ impl SizeArguments {
         let all = [
             ("rows", self.rows),
             ("inner", self.inner),
-            ("rounds", self.rounds),
             ("batch", self.batch),
             ("seq", self.seq),
             ("kv-seq", self.kv_seq),

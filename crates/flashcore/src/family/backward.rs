@@ -191,10 +191,10 @@ pub(super) fn launch(
     }
     let rows =
         RowBlocks { heads: counts.heads, per_head: counts.tiles_per_head, all: counts.tiles };
-    let mut shares = Shares { cleared: heads, rounded: 0 };
+    let mut shares = HeadCounts { cleared: heads, rounded: 0 };
     if kernels.pass.clear_and_round {
         if key_blocks > 0 && rows.all > 0 {
-            shares = Shares::new(chip, heads, key_blocks_per_head, together);
+            shares = HeadCounts::new(chip, heads, key_blocks_per_head, together);
         }
         choice.launches[0].numbers.extend(shares.numbers(key_blocks, key_blocks_per_head));
         choice.launches[0].numbers.push((Number::QueryBlocks, counts.tiles_per_head));
@@ -219,14 +219,14 @@ pub(super) fn launch(
 /// How the dQ sums of key heads are cleared and rounded where the main kernel's idle warps help
 /// (`clear_and_round`). Heads that are not counted here are cleared by the main kernel and rounded
 /// after it.
-struct Shares {
+struct HeadCounts {
     /// Number of key heads whose sums are cleared before the main kernel.
     cleared: u32,
     /// Number of key heads whose sums the main kernel rounds.
     rounded: u32,
 }
 
-impl Shares {
+impl HeadCounts {
     /// Keeps clearing and rounding far enough from the additions: between the tile that clears a
     /// share and the first tile of the group of heads that needs it there is at least one tile per
     /// multiprocessor, and likewise between the last tile of a group and the tile that rounds its
@@ -238,7 +238,7 @@ impl Shares {
         // Where groups are uneven, the first one is smaller.
         let first = (heads - 1) % together + 1;
         let cleared = if first < together { apart.saturating_add(first) } else { apart };
-        Shares { cleared: cleared.min(heads), rounded: heads.saturating_sub(apart) }
+        HeadCounts { cleared: cleared.min(heads), rounded: heads.saturating_sub(apart) }
     }
 
     /// Returns the numbers that the kernel takes.

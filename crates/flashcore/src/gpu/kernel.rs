@@ -4,16 +4,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 
 use cuda::{
-    Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
-    OptimizationLevel, Parameter, RelaxedCapture, Stream, Unfinished,
+    Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module, Parameter,
+    RelaxedCapture, Stream, Unfinished,
 };
 use kernels::Configuration;
 use ptx::{Compiler, ParameterKind, Program, Type};
 
 use super::{Gpu, GpuError, lock};
-
-/// Optimization level of the compiler: the same as in the tests of registers and spills.
-pub(super) const LEVEL: OptimizationLevel = OptimizationLevel::O3;
 
 /// How kernels that are not in the cache are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -132,7 +129,7 @@ impl Kernel {
 
     /// Takes the full form from the cache, if it is there.
     fn cached(device: &Device, cache: &Cache, source: &Source) -> cuda::Result<Option<Arc<Self>>> {
-        let cubin = device.cached(&source.ptx, LEVEL, cache);
+        let cubin = device.cached(&source.ptx, cache);
         cubin.map(|cubin| Kernel::loaded(device, source, &cubin)).transpose()
     }
 
@@ -213,7 +210,7 @@ impl Source {
     }
 
     fn compile(&self, device: &Device, cache: &Cache) -> cuda::Result<Cubin> {
-        device.compile_cached(&self.ptx, LEVEL, cache)
+        device.compile_cached(&self.ptx, cache)
     }
 }
 

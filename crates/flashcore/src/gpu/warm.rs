@@ -4,7 +4,6 @@ use kernels::Configuration;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::kernel::LEVEL;
 use super::{Gpu, GpuError};
 use crate::backend::Progress;
 
@@ -34,7 +33,7 @@ impl Gpu {
         progress.begin(configurations.len() as u64);
         let warm = |configuration: &Configuration| {
             let text = ptx::print_for(&configuration.program()?, self.compiler());
-            let cubin = self.device.compile_cached(&text, LEVEL, &self.cache)?;
+            let cubin = self.device.compile_cached(&text, &self.cache)?;
             progress.advance(1);
             Ok(Warmed {
                 name: configuration.name(),

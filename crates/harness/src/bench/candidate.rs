@@ -222,9 +222,9 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
                 && (!it.single_tile || best.single_tile)
         }
         (Configuration::Mma(it), Configuration::Mma(best)) => {
-            let Mma { warps, row_tiles, key_block, ahead, query_source, residents, .. } = it;
+            let Mma { warps, row_tiles, key_block, query_source, residents, .. } = it;
             let (accumulate, split, rules) = (it.accumulate, it.split, rules(it.rules, best.rules));
-            let tile = Mma { warps, row_tiles, key_block, ahead, query_source, residents, ..best };
+            let tile = Mma { warps, row_tiles, key_block, query_source, residents, ..best };
             // A kernel for ragged batches also serves equal lengths.
             let batch = if best.batch == Batch::Equal { it.batch } else { best.batch };
             let batch_fits = it.batch == best.batch || it.batch == Batch::Ragged;

@@ -7,12 +7,12 @@ use flashcore::{DTypes, Problem};
 use testing::Verdict;
 
 use super::{Candidate, Observer, Options, Pool};
+use crate::Error;
 use crate::auxiliary_inputs::{AuxiliaryInputs, nonzero_tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
 use crate::subject::{Addresses, Call, Flush, Planned, TensorRole};
 use crate::verify::{ExpectedOutput, POISON, inputs};
-use crate::{Error, Silent};
 
 /// Warm-up rounds, which do not count.
 const WARM_UP: usize = 2;
@@ -50,7 +50,7 @@ fn compile_ahead(gpu: &Gpu, options: &Options) {
         .flat_map(|(plan, _)| plan.chosen.choice.into_iter())
         .flat_map(|choice| choice.launches.into_iter().map(|launch| launch.kernel));
     let all: std::collections::HashSet<_> = launches.collect();
-    let _ = gpu.warm(&all.into_iter().collect::<Vec<_>>(), &Silent);
+    let _ = gpu.warm(&all.into_iter().collect::<Vec<_>>(), &());
 }
 
 /// A candidate compiled for a problem, with its results and events.

@@ -8,7 +8,6 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use cuda::OptimizationLevel;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::{Chip, Gpu};
 use flashcore::{Mask, Pass, Plan, Problem};
@@ -225,8 +224,7 @@ fn compile(
         refusals.push(refused);
     }
     let compile = |(path, text): (&String, &String)| -> Result<(), Error> {
-        let level = OptimizationLevel::default();
-        let cubin = gpu.device().compile_cached(text, level, gpu.cache())?;
+        let cubin = gpu.device().compile_cached(text, gpu.cache())?;
         std::fs::write(path, &cubin.bytes).map_err(Error::io("cannot write to a temporary folder"))
     };
     texts.par_iter().map(compile).collect::<Result<(), _>>()?;

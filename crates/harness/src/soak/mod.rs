@@ -500,7 +500,6 @@ fn panic_reason(panic: &(dyn Any + Send)) -> String {
 mod tests {
     use super::session::on_the_cpu;
     use super::*;
-    use crate::Silent;
 
     fn options() -> Options {
         Options {
@@ -518,7 +517,7 @@ mod tests {
 
     #[test]
     fn the_cpu_is_right_and_nothing_is_left_out() {
-        let summary = run(&options(), &Silent, &|_| {}).unwrap();
+        let summary = run(&options(), &(), &|_| {}).unwrap();
         assert!(summary.passed, "{summary:?}");
         let [forward, backward] = ["cpu/blocked", "cpu/backward"].map(|it| summary.kernels[it]);
         assert_eq!((summary.problems, forward + backward), (60, 60));
@@ -530,7 +529,7 @@ mod tests {
     #[test]
     fn a_cache_that_is_spoiled_does_no_harm() {
         let faults = vec![Fault::Corrupted, Fault::Deleted, Fault::ReadOnly];
-        let summary = run(&Options { faults, ..options() }, &Silent, &|_| {}).unwrap();
+        let summary = run(&Options { faults, ..options() }, &(), &|_| {}).unwrap();
         assert!(summary.passed, "{summary:?}");
         let warnings = |fault: Fault| {
             let report = summary.faults.iter().find(|it| it.fault == fault).unwrap();

@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion};
 use flashcore::gpu::Chip;
 use flashcore::{Backend, Backward, CpuBackend, Inputs, Plan, Preference, RunOptions};
 use kernels::Configuration;
@@ -129,7 +129,7 @@ impl Host<'_> {
             let driver = Driver { version: DriverVersion::OLDEST, release: None };
             // Of no GPU, so that nobody takes the text for its machine code.
             let capability = ComputeCapability { major: 0, minor: 0 };
-            let key = CacheKey::new(&text, &driver, capability, OptimizationLevel::O0);
+            let key = CacheKey::new(&text, &driver, capability);
             let compile = || Ok::<_, Infallible>(text.as_bytes().to_vec());
             let Ok(entry) = self.cache.get_or_compile(&key, compile);
             if entry.bytes != text.as_bytes() {

@@ -4,8 +4,7 @@
 use std::collections::HashMap;
 
 use cuda::{
-    Arguments, Buffer, DeviceAddress, Function, Launch, Module, OptimizationLevel, Parameter,
-    Stream, TensorMap,
+    Arguments, Buffer, DeviceAddress, Function, Launch, Module, Parameter, Stream, TensorMap,
 };
 use flashcore::gpu::Gpu;
 use ptx::{Swizzle, TensorBox};
@@ -29,7 +28,7 @@ pub struct Launcher {
 impl Launcher {
     /// Compiles a PTX text, or takes it from the cache, and gets ready to launch it.
     pub fn new(gpu: &Gpu, ptx: &str, description: LaunchDescription) -> Result<Self, Error> {
-        let cubin = gpu.device().compile_cached(ptx, OptimizationLevel::default(), gpu.cache())?;
+        let cubin = gpu.device().compile_cached(ptx, gpu.cache())?;
         let module = Module::load(gpu.device(), &cubin.bytes)?;
         let signature: Vec<Parameter> = description.arguments.iter().map(parameter).collect();
         let function = module.function(&description.entry, &signature)?;

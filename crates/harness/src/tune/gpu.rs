@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use cuda::OptimizationLevel;
 use cuda::toolkit::Assembled;
 use flashcore::Problem;
 use flashcore::family::tuning::fingerprint;
@@ -47,9 +46,8 @@ impl<'a> GpuMeter<'a> {
         if let Some(known) = lock().get(&kernel) {
             return known.clone().map(|()| kernel);
         }
-        let level = OptimizationLevel::default();
         let text = ptx::print_for(&program, self.gpu.compiler());
-        let compiled = self.gpu.device().compile_cached(&text, level, self.gpu.cache());
+        let compiled = self.gpu.device().compile_cached(&text, self.gpu.cache());
         let verdict = compiled.map_err(|error| error.to_string()).and_then(|cubin| {
             let faults = Assembled::from_log(cubin.log).faults();
             if faults.is_empty() { Ok(()) } else { Err(faults.join("; ")) }

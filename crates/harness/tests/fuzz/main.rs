@@ -7,7 +7,7 @@ mod engine;
 use std::convert::Infallible;
 use std::path::Path;
 
-use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion};
 use engine::fuzz;
 use flashcore::family::tuning::TuningFile;
 use flashcore::file::{Names, read_inputs};
@@ -177,7 +177,7 @@ fn cubin() {
     let cache = Cache::at(folder.path());
     let driver = Driver { version: DriverVersion { major: 13, minor: 0 }, release: None };
     let capability = ComputeCapability { major: 9, minor: 0 };
-    let key = CacheKey::new("a kernel", &driver, capability, OptimizationLevel::O3);
+    let key = CacheKey::new("a kernel", &driver, capability);
     let cubin: Vec<u8> = (0..64).collect();
     let get = || {
         let Ok(entry) = cache.get_or_compile(&key, || Ok::<_, Infallible>(cubin.clone()));

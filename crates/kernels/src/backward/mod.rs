@@ -97,10 +97,10 @@ use ptx::{
     SharedAddress, SharedTiles, Swizzle, Target, TensorMap, TileLayout, U32, Value,
 };
 
-use crate::Error;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
+use crate::{Error, build};
 use clear_and_round::ClearAndRound;
 use consumer::Consumer;
 use lists::PublishedSteps;
@@ -395,13 +395,8 @@ impl Backward {
     /// the workspace. The grid has one thread block for each record that the schedule has room for
     /// and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(fault) = self.fault() {
-            return Err(Error::configuration(self.name(), fault));
-        }
-        let threads = 128 * (WARPGROUPS + 1);
-        let mut k = Builder::new(self.name(), Target::SM_90A, threads).blocks_per_multiprocessor(1);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let block = || (Target::SM_90A, 128 * (WARPGROUPS + 1), 1);
+        build(self.name(), self.fault(), block, |k| self.write(k))
     }
 
     /// Returns why this configuration is not supported, or `None` if it is.

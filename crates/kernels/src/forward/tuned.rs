@@ -67,7 +67,7 @@ pub struct Tuned {
 }
 
 /// One row of a table.
-struct Rule {
+struct TileRule {
     /// The largest head dimensions of queries and of values that it serves.
     dims: (u32, u32),
     masks: Masks,
@@ -99,9 +99,10 @@ enum Masks {
     Dense,
     /// A causal mask, a window or a mask function: tiles of unequal length, with some key blocks
     /// masked.
-    Causal,
-    Both,
-    /// Any mask, with a score function that loads something for each score.
+    Uneven,
+    /// Any mask, or none.
+    Any,
+    /// Any mask or none, with a score function that loads something for each score.
     Loads,
 }
 
@@ -138,15 +139,15 @@ const TILE_128X64_OVERLAPPED: Tile =
     Tile { form: Form { overlap_tiles: true, ..Form::COMPACT }, ..TILE_128X64 };
 
 // Rules of both `RULES` and `PREFILL_RULES`.
-const FEW_ROWS: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, TILE_64X128)
+const FEW_ROWS: TileRule = rule((128, 128), Masks::Any, ANY_LENGTH, TILE_64X128)
     .few()
     .because("64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half");
-const UP_TO_192: Rule = rule((192, 192), Masks::Both, ANY_LENGTH, TILE_128X96)
+const UP_TO_192: TileRule = rule((192, 192), Masks::Any, ANY_LENGTH, TILE_128X96)
     .because("128 x 96 tiles are fastest up to head dim 192");
 
 /// The rules of 16-bit inputs, measured on an H200 in bf16; docs/performance/forward.md has the
 /// numbers. Narrow head dimensions come before wide ones, short sequences before long ones.
-const RULES: &[Rule] = &[
+const RULES: &[TileRule] = &[
     FEW_ROWS,
     rule((64, 64), Masks::Loads, ANY_LENGTH, TILE_128X128_LOADS).because(
         "128 x 128 tiles with queries in shared memory have registers for what a score function \
@@ -156,33 +157,33 @@ const RULES: &[Rule] = &[
         .because("128 x 128 tiles with four stages are fastest below 2048 positions"),
     rule((64, 64), Masks::Dense, ANY_LENGTH, TILE_192X80_REGISTERS)
         .because("192 x 80 tiles with queries in registers are fastest from 2048 positions on"),
-    rule((64, 64), Masks::Causal, 512, TILE_128X128)
+    rule((64, 64), Masks::Uneven, 512, TILE_128X128)
         .because("128 x 128 tiles are fastest up to 512 positions under a causal mask"),
-    rule((64, 64), Masks::Causal, SHORT, TILE_128X128_REGISTERS).because(
+    rule((64, 64), Masks::Uneven, SHORT, TILE_128X128_REGISTERS).because(
         "128 x 128 tiles with queries in registers are fastest below 2048 positions under \
          a causal mask",
     ),
-    rule((64, 64), Masks::Causal, ANY_LENGTH, TILE_192X96)
+    rule((64, 64), Masks::Uneven, ANY_LENGTH, TILE_192X96)
         .because("192 x 96 tiles are fastest from 2048 positions on under a causal mask"),
-    rule((96, 96), Masks::Both, ANY_LENGTH, TILE_128X128)
+    rule((96, 96), Masks::Any, ANY_LENGTH, TILE_128X128)
         .because("128 x 128 tiles are fastest up to head dim 96"),
     rule((128, 128), Masks::Dense, 2048, TILE_128X128)
         .because("128 x 128 tiles in turns are fastest up to 2048 positions"),
     rule((128, 128), Masks::Dense, ANY_LENGTH, TILE_128X128_WITHOUT_TURNS)
         .because("128 x 128 tiles are fastest up to head dim 128, and turns no longer pay"),
-    rule((128, 128), Masks::Causal, ANY_LENGTH, TILE_128X128)
+    rule((128, 128), Masks::Uneven, ANY_LENGTH, TILE_128X128)
         .because("128 x 128 tiles in turns are fastest up to head dim 128 under a causal mask"),
-    rule((192, 128), Masks::Both, ANY_LENGTH, TILE_128X96)
+    rule((192, 128), Masks::Any, ANY_LENGTH, TILE_128X96)
         .because("128 x 96 tiles fit beside queries of up to 192"),
     UP_TO_192,
-    rule((256, 256), Masks::Both, ANY_LENGTH, TILE_128X64)
+    rule((256, 256), Masks::Any, ANY_LENGTH, TILE_128X64)
         .because("128 x 64 tiles are the largest whose output fits the registers at head dim 256"),
 ];
 
 // Rules of ragged batches under any mask.
-const RAGGED_UP_TO_64: Rule = rule((64, 64), Masks::Both, ANY_LENGTH, TILE_128X128_REGISTERS)
+const RAGGED_UP_TO_64: TileRule = rule((64, 64), Masks::Any, ANY_LENGTH, TILE_128X128_REGISTERS)
     .because("128 x 128 tiles with queries in registers are fastest up to head dim 64");
-const RAGGED_UP_TO_128: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, TILE_128X128)
+const RAGGED_UP_TO_128: TileRule = rule((128, 128), Masks::Any, ANY_LENGTH, TILE_128X128)
     .because("128 x 128 tiles in turns are fastest up to head dim 128");
 
 /// The longest packed sequences, in the mean, for which tiles of 192 rows do not pay under a causal
@@ -192,20 +193,20 @@ const RAGGED_SHORT: u64 = 4095;
 /// The rules of ragged batches with 16-bit inputs, by their mean length. Producers need more
 /// registers there, which leaves enough for tiles of 192 rows only without pages, and with no more
 /// than a causal mask.
-const PREFILL_RULES: &[Rule] = &[
+const PREFILL_RULES: &[TileRule] = &[
     FEW_ROWS,
-    Rule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
+    TileRule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
     rule((64, 64), Masks::Dense, ANY_LENGTH, TILE_192X80_REGISTERS)
         .because("192 x 80 tiles with queries in registers are fastest from 2048 positions on"),
-    Rule { length: RAGGED_SHORT, ..RAGGED_UP_TO_64 },
-    rule((64, 64), Masks::Causal, ANY_LENGTH, TILE_192X96)
+    TileRule { length: RAGGED_SHORT, ..RAGGED_UP_TO_64 },
+    rule((64, 64), Masks::Uneven, ANY_LENGTH, TILE_192X96)
         .because("192 x 96 tiles are fastest from 4096 positions on under a causal mask"),
-    Rule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
+    TileRule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
     rule((128, 128), Masks::Dense, ANY_LENGTH, TILE_128X128_WITHOUT_TURNS)
         .because("128 x 128 tiles are fastest up to head dim 128, and turns no longer pay"),
     RAGGED_UP_TO_128,
     UP_TO_192,
-    rule((256, 256), Masks::Both, ANY_LENGTH, TILE_128X64_OVERLAPPED).because(
+    rule((256, 256), Masks::Any, ANY_LENGTH, TILE_128X64_OVERLAPPED).because(
         "128 x 64 tiles are the largest whose output fits the registers at head dim 256; many are \
          short, and the next begins while one is stored",
     ),
@@ -221,40 +222,40 @@ const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128 };
 const FP8_128X224: Tile = Tile { key_block: 224, ..FP8_128X128_ONE_BUFFER };
 
 // Rules of both `FP8_RULES` and `FP8_PREFILL_RULES`.
-const FP8_FEW_ROWS: Rule = Rule { tile: FP8_64X128, ..FEW_ROWS };
-const FP8_UP_TO_64: Rule = rule((64, 64), Masks::Both, 1024, FP8_192X128)
+const FP8_FEW_ROWS: TileRule = TileRule { tile: FP8_64X128, ..FEW_ROWS };
+const FP8_UP_TO_64: TileRule = rule((64, 64), Masks::Any, 1024, FP8_192X128)
     .because("192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going");
-const FP8_UP_TO_64_LONG: Rule = rule((64, 64), Masks::Both, ANY_LENGTH, FP8_192X160)
+const FP8_UP_TO_64_LONG: TileRule = rule((64, 64), Masks::Any, ANY_LENGTH, FP8_192X160)
     .because("192 x 160 tiles in e4m3 are ahead where keys are many");
-const FP8_UP_TO_128: Rule = rule((128, 128), Masks::Both, ANY_LENGTH, FP8_128X128)
+const FP8_UP_TO_128: TileRule = rule((128, 128), Masks::Any, ANY_LENGTH, FP8_128X128)
     .because("128 x 128 tiles in e4m3 waste little beyond an edge");
 
 /// The rules of inputs in e4m3.
-const FP8_RULES: &[Rule] = &[
+const FP8_RULES: &[TileRule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
     FP8_UP_TO_64_LONG,
-    Rule { masks: Masks::Dense, length: 1024, ..FP8_UP_TO_128 },
+    TileRule { masks: Masks::Dense, length: 1024, ..FP8_UP_TO_128 },
     rule((128, 128), Masks::Dense, 4096, FP8_128X192)
         .because("128 x 192 tiles in e4m3 leave room for the next tile's queries"),
     rule((128, 128), Masks::Dense, ANY_LENGTH, FP8_128X224)
         .because("128 x 224 tiles in e4m3 add sums less often where keys are many"),
-    Rule { length: 2048, ..FP8_UP_TO_128 },
-    rule((128, 128), Masks::Causal, 4096, FP8_128X192)
+    TileRule { length: 2048, ..FP8_UP_TO_128 },
+    rule((128, 128), Masks::Uneven, 4096, FP8_128X192)
         .because("128 x 192 tiles in e4m3 add sums less often where a mask's edge is a small part"),
-    rule((128, 128), Masks::Causal, ANY_LENGTH, FP8_128X224)
+    rule((128, 128), Masks::Uneven, ANY_LENGTH, FP8_128X224)
         .because("128 x 224 tiles in e4m3 are ahead where a mask's edge is a very small part"),
-    rule((256, 256), Masks::Both, ANY_LENGTH, FP8_128X128_ONE_BUFFER)
+    rule((256, 256), Masks::Any, ANY_LENGTH, FP8_128X128_ONE_BUFFER)
         .because("128 x 128 tiles in e4m3 are the largest whose output fits the registers"),
 ];
 
 /// The rules of ragged batches with inputs in e4m3, whose producers need more registers.
-const FP8_PREFILL_RULES: &[Rule] = &[
+const FP8_PREFILL_RULES: &[TileRule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
     FP8_UP_TO_64_LONG,
     FP8_UP_TO_128,
-    rule((256, 256), Masks::Both, ANY_LENGTH, FP8_64X128)
+    rule((256, 256), Masks::Any, ANY_LENGTH, FP8_64X128)
         .because("64 x 128 tiles in e4m3 are the largest that fit beside ragged batches"),
 ];
 
@@ -282,7 +283,7 @@ pub fn every_prefill() -> Vec<Prefill> {
         let tile = |element, rules| rule.configuration(element, rule.dims, rules);
         let masks: &[Rules] = match rule.masks {
             Masks::Dense => &[Rules::DENSE],
-            Masks::Causal => &[Rules::LOCAL],
+            Masks::Uneven => &[Rules::LOCAL],
             _ => &[Rules::LOCAL, Rules::DENSE],
         };
         for rules in masks {
@@ -347,7 +348,7 @@ pub fn tuned(workload: &Workload) -> Option<Tuned> {
     choose(if workload.element == Element::E4M3 { FP8_RULES } else { RULES }, workload)
 }
 
-fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
+fn choose(rules: &[TileRule], workload: &Workload) -> Option<Tuned> {
     let least = match workload.element {
         Element::F16 | Element::BF16 => 8,
         Element::E4M3 => 16,
@@ -435,18 +436,18 @@ pub fn every_fp8_prefill() -> Vec<Prefill> {
 
 /// Returns the row for head dimensions of queries and of values up to `dims`, and for sequences up
 /// to a length.
-const fn rule(dims: (u32, u32), masks: Masks, length: u64, tile: Tile) -> Rule {
-    Rule { dims, masks, length, few: false, tile, reason: "" }
+const fn rule(dims: (u32, u32), masks: Masks, length: u64, tile: Tile) -> TileRule {
+    TileRule { dims, masks, length, few: false, tile, reason: "" }
 }
 
-impl Rule {
-    const fn because(self, reason: &'static str) -> Rule {
-        Rule { reason, ..self }
+impl TileRule {
+    const fn because(self, reason: &'static str) -> TileRule {
+        TileRule { reason, ..self }
     }
 
     /// Leaves problems that fill half of the GPU to other rows.
-    const fn few(self) -> Rule {
-        Rule { few: true, ..self }
+    const fn few(self) -> TileRule {
+        TileRule { few: true, ..self }
     }
 
     fn serves(&self, workload: &Workload) -> bool {
@@ -484,8 +485,8 @@ impl Masks {
         let dense = rules.mask == MaskKind::Dense && rules.mask_function.is_none();
         match self {
             Masks::Dense => dense,
-            Masks::Causal => !dense,
-            Masks::Both => true,
+            Masks::Uneven => !dense,
+            Masks::Any => true,
             Masks::Loads => rules.score_function.is_some_and(|it| it.loads_each_score()),
         }
     }

@@ -2,11 +2,11 @@
 //!
 //! A thread block takes a tile of query rows of one head. Each of its warps owns 16 or 32 of these
 //! rows and walks the key blocks from the last to the first. Keys and values are loaded by
-//! `cp.async`, `ahead` key blocks in advance:
+//! `cp.async`, one key block in advance:
 //!
 //! ```text
 //! for j = n-1 down to 0:
-//!     wait for K(j), V(j);  issue the copies of K(j - ahead), V(j - ahead)
+//!     wait for K(j), V(j);  issue the copies of K(j - 1), V(j - 1)
 //!     S = Q K(j)^T;  P = softmax(S);  O += P V(j)
 //! normalise; store
 //! ```
@@ -46,6 +46,12 @@ use rule::RuleParameters;
 use walk::Warp;
 use work_tile::{Equal, WorkTile};
 
+/// How many key blocks the copies run ahead of the products.
+const AHEAD: u32 = 1;
+
+/// The key blocks in shared memory: the one being read, and those in flight.
+const SLOTS: u32 = AHEAD + 1;
+
 /// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mma {
@@ -68,8 +74,6 @@ pub struct Mma {
     pub row_tiles: u32,
     /// Keys that are copied and multiplied at a time: a multiple of 16.
     pub key_block: u32,
-    /// How many key blocks the copies run ahead of the products.
-    pub ahead: u32,
     /// Where the tensor cores take queries from.
     pub query_source: Source,
     /// Thread blocks that are to be resident on a multiprocessor, which bounds their registers.
@@ -84,7 +88,7 @@ pub struct Mma {
 impl Mma {
     /// Returns the name of this configuration.
     pub fn name(&self) -> String {
-        let Mma { element, head_dim, value_head_dim, key_block, ahead, .. } = self;
+        let Mma { element, head_dim, value_head_dim, key_block, .. } = self;
         let rules = self.rules.name();
         let (rows, warps, residents) = (self.query_rows(), self.warps, self.residents);
         let source = match self.query_source {
@@ -95,7 +99,7 @@ impl Mma {
         let split = if self.split { "_split" } else { "" };
         let batch = self.batch.suffix();
         format!(
-            "mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}{batch}"
+            "mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{rows}x{key_block}_w{warps}a{AHEAD}r{residents}{source}{half}{split}{batch}"
         )
     }
 
@@ -124,11 +128,6 @@ impl Mma {
         32 * self.warps
     }
 
-    /// Returns the number of key blocks in shared memory: the one being read, and those in flight.
-    fn slots(&self) -> u32 {
-        self.ahead + 1
-    }
-
     /// Returns the width of queries and keys, rounded up to whole `mma` steps of 16.
     fn padded_dim(&self) -> u32 {
         self.head_dim.next_multiple_of(16)
@@ -153,7 +152,7 @@ impl Mma {
     /// Returns the bytes of shared memory of a thread block.
     pub fn shared_bytes(&self) -> u32 {
         self.query_layout().bytes()
-            + self.slots() * (self.key_layout().bytes() + self.value_layout().bytes())
+            + SLOTS * (self.key_layout().bytes() + self.value_layout().bytes())
     }
 
     /// Returns why this configuration is not supported, or `None` if it is.
@@ -182,8 +181,8 @@ impl Mma {
         if !self.key_block.is_multiple_of(4 * self.warps) {
             return Some("the key block is not a multiple of four rows a warp");
         }
-        if self.ahead == 0 || self.residents == 0 {
-            return Some("copies run at least one block ahead, and one block is resident");
+        if self.residents == 0 {
+            return Some("at least one block is resident");
         }
         if self.split && (self.batch != Batch::Equal || self.rules.mask.is_window()) {
             return Some("only sequences of one length and without a window are split");
@@ -263,8 +262,8 @@ impl Mma {
     /// Emits all of the work on one tile.
     fn attend(&self, k: &mut Builder, rules: &RuleParameters, tile: &WorkTile) {
         let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
-        let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());
-        let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());
+        let key_ring = TileRing::new(k, "keys", self.key_layout(), SLOTS);
+        let value_ring = TileRing::new(k, "values", self.value_layout(), SLOTS);
 
         let key_blocks = KeyBlocks::new(k, self, tile);
         let queries =

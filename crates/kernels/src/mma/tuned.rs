@@ -25,7 +25,7 @@ pub struct Tuned {
 }
 
 /// A row of the table.
-struct Rule {
+struct TileRule {
     /// The widest queries and the widest values that it serves.
     dims: (u32, u32),
     /// The most queries of a sequence that it serves.
@@ -78,14 +78,14 @@ const TILE_64X64: Tile = Tile { row_tiles: 1, ..TILE_128X64 };
 const TILE_64X32: Tile = Tile { row_tiles: 1, ..TILE_128X32 };
 
 /// The fallback for the widest heads, where nothing larger fits.
-const LAST: Rule =
+const LAST: TileRule =
     rule((256, 256), ANY_LENGTH, RowsServed::All, Tile { residents: 1, ..TILE_64X32 })
         .because("64 x 32 tiles are the largest that fit");
 
 /// Measured on an H200 in bf16 (docs/performance/mma.md). The rules for targets with less shared
 /// memory follow from the same reasoning with their budgets. The order is few queries before many,
 /// narrow heads before wide ones, large tiles before small ones.
-const RULES: &[Rule] = &[
+const RULES: &[TileRule] = &[
     rule((128, 128), 64, RowsServed::All, TILE_64X64)
         .half_sums()
         .because("64 x 64 tiles waste the least on up to 64 queries"),
@@ -116,17 +116,17 @@ const LEAST_OF_A_SPLIT: u64 = 4;
 
 /// Returns the row for head dimensions of queries and of values up to `dims`, and for so many queries
 /// at most.
-const fn rule(dims: (u32, u32), queries: u64, rows: RowsServed, tile: Tile) -> Rule {
-    Rule { dims, queries, half_sums: false, rows, tile, reason: "" }
+const fn rule(dims: (u32, u32), queries: u64, rows: RowsServed, tile: Tile) -> TileRule {
+    TileRule { dims, queries, half_sums: false, rows, tile, reason: "" }
 }
 
-impl Rule {
-    const fn because(self, reason: &'static str) -> Rule {
-        Rule { reason, ..self }
+impl TileRule {
+    const fn because(self, reason: &'static str) -> TileRule {
+        TileRule { reason, ..self }
     }
 
-    const fn half_sums(self) -> Rule {
-        Rule { half_sums: true, ..self }
+    const fn half_sums(self) -> TileRule {
+        TileRule { half_sums: true, ..self }
     }
 
     fn configuration(
@@ -146,7 +146,6 @@ impl Rule {
             warps: self.tile.warps,
             row_tiles: self.tile.row_tiles,
             key_block: self.tile.key_block,
-            ahead: 1,
             query_source: self.tile.query_source,
             residents: self.tile.residents,
             accumulate: sums,

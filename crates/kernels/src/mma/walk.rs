@@ -2,19 +2,19 @@
 //!
 //! `cp.async` groups are committed in order: the queries, then the keys and values of each block.
 //! When the group of a block has arrived in all threads, no thread reads the block before it any
-//! more, and the copies of the block that is `ahead` blocks further are issued into its slot.
+//! more, and the copies of the block that is `AHEAD` blocks further are issued into its slot.
 
 use ptx::{
     Builder, Expression, F32, Reg, SharedAddress, TileRing, U32, Value, WarpAccumulator,
     WarpFragment,
 };
 
-use super::Mma;
 use super::copies::{KeyBlocks, wait};
 use super::products::{Lanes, Queries, scores, update};
 use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
 use super::work_tile::{WarpBlocks, WorkTile};
+use super::{AHEAD, Mma};
 use crate::attention::function::blocks::{block_of, needs_function};
 
 /// The state of one warp.
@@ -78,10 +78,9 @@ impl<'a> Warp<'a> {
     /// Emits the whole walk, from the first copies of keys on. The copies of the queries are in
     /// flight.
     pub(super) fn walk(&mut self, k: &mut Builder, tile: &WorkTile, key_blocks: &KeyBlocks) {
-        let ahead = self.mma.ahead;
         let remaining = self.remaining;
         k.copy_async_commit();
-        for block in 0..ahead {
+        for block in 0..AHEAD {
             k.if_(remaining.greater(block), |k| {
                 let first_key = tile.first_key(k, self.mma, remaining - block);
                 let first_key = k.eval(first_key);
@@ -93,12 +92,12 @@ impl<'a> Warp<'a> {
             k.copy_async_commit();
         }
         if key_blocks.are_looked_up() {
-            k.if_(remaining.greater(ahead), |k| {
-                let first_key = tile.first_key(k, self.mma, remaining - ahead);
+            k.if_(remaining.greater(AHEAD), |k| {
+                let first_key = tile.first_key(k, self.mma, remaining - AHEAD);
                 key_blocks.look_up(k, first_key);
             });
         }
-        wait(k, ahead);
+        wait(k, AHEAD);
         self.queries.take(k, self.mma, self.lanes);
 
         // Blocks that no row of the warp sees: the warp only takes part in copying.
@@ -134,16 +133,15 @@ impl<'a> Warp<'a> {
         [self.keys.at(index), self.values.at(index)]
     }
 
-    /// Begins a block: waits for its copies, and issues those of the block that is `ahead` further.
+    /// Begins a block: waits for its copies, and issues those of the block that is `AHEAD` further.
     fn begin_block(&self, k: &mut Builder, tile: &WorkTile, key_blocks: &KeyBlocks) {
-        let ahead = self.mma.ahead;
-        wait(k, ahead - 1);
-        k.if_(self.remaining.greater(ahead), |k| {
-            let first_key = tile.first_key(k, self.mma, self.remaining - ahead);
+        wait(k, AHEAD - 1);
+        k.if_(self.remaining.greater(AHEAD), |k| {
+            let first_key = tile.first_key(k, self.mma, self.remaining - AHEAD);
             let first_key = k.eval(first_key);
-            key_blocks.copy(k, self.slots(ahead), first_key, None);
+            key_blocks.copy(k, self.slots(AHEAD), first_key, None);
             // After the last block there is nothing to look up: the last one is looked up again.
-            let next = (self.remaining - (ahead + 1)).maximum(1);
+            let next = (self.remaining - (AHEAD + 1)).maximum(1);
             if key_blocks.are_looked_up() {
                 let first_key = tile.first_key(k, self.mma, next);
                 key_blocks.look_up(k, first_key);

@@ -1,15 +1,13 @@
 //! Asynchronous copies: `cp.async`, bulk copies and tensor copies (TMA).
 
 use super::{Builder, TensorMap};
-use crate::{CopyCache, GlobalAddress, Instruction, Reg, S32, SharedAddress, U32, U64, Value};
+use crate::{CopyCache, GlobalAddress, Instruction, Reg, S32, SharedAddress, U32, Value};
 
 /// Optional operands of a tensor load.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyHint {
     /// A mask of the blocks of the cluster that receive the data.
     pub multicast: Option<Reg<U32>>,
-    /// An L2 cache policy.
-    pub policy: Option<Reg<U64>>,
 }
 
 impl Builder {
@@ -95,8 +93,7 @@ impl Builder {
         let (dst, src) = (self.address(dst), self.address(src));
         let bytes = self.operand(bytes);
         let barrier = self.address(barrier);
-        let (multicast, policy) = (None, None);
-        self.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast, policy });
+        self.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast: None });
     }
 
     /// Copies a box of a tensor into shared memory, completing on `barrier`. Coordinates begin with
@@ -119,7 +116,6 @@ impl Builder {
             coordinates,
             barrier,
             multicast: hint.multicast.map(|r| r.register),
-            policy: hint.policy.map(|r| r.register),
         });
     }
 
@@ -141,6 +137,6 @@ impl Builder {
         let coordinates = coordinates.iter().map(|c| self.operand(c.clone())).collect();
         let src = self.address(src);
         let map = map.address.register;
-        self.push(Instruction::TensorStore { map, coordinates, src, policy: None });
+        self.push(Instruction::TensorStore { map, coordinates, src });
     }
 }

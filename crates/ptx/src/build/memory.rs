@@ -2,8 +2,8 @@
 
 use super::Builder;
 use crate::{
-    AddressOf, AtomicOperation, AtomicOrder, Eviction, GlobalAddress, Instruction, LoadCache,
-    LoadOrder, Reg, Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U32, U64, Value,
+    AddressOf, AtomicOperation, AtomicOrder, GlobalAddress, Instruction, LoadCache, LoadOrder, Reg,
+    Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U32, Value,
 };
 
 /// Memory order and cache hints of a load.
@@ -13,13 +13,11 @@ pub struct LoadHint {
     pub order: LoadOrder,
     /// The cache hint.
     pub cache: LoadCache,
-    /// An L2 cache policy.
-    pub policy: Option<Reg<U64>>,
 }
 
 impl Default for LoadHint {
     fn default() -> Self {
-        LoadHint { order: LoadOrder::Weak, cache: LoadCache::Default, policy: None }
+        LoadHint { order: LoadOrder::Weak, cache: LoadCache::Default }
     }
 }
 
@@ -30,13 +28,11 @@ pub struct StoreHint {
     pub order: StoreOrder,
     /// The cache hint.
     pub cache: StoreCache,
-    /// An L2 cache policy.
-    pub policy: Option<Reg<U64>>,
 }
 
 impl Default for StoreHint {
     fn default() -> Self {
-        StoreHint { order: StoreOrder::Weak, cache: StoreCache::Default, policy: None }
+        StoreHint { order: StoreOrder::Weak, cache: StoreCache::Default }
     }
 }
 
@@ -71,7 +67,6 @@ impl Builder {
             address,
             order: hint.order,
             cache: hint.cache,
-            policy: hint.policy.map(|r| r.register),
         });
         dst
     }
@@ -102,16 +97,7 @@ impl Builder {
             address,
             order: hint.order,
             cache: hint.cache,
-            policy: hint.policy.map(|r| r.register),
         });
-    }
-
-    /// Creates an L2 cache policy.
-    #[track_caller]
-    pub fn cache_policy(&mut self, eviction: Eviction) -> Reg<U64> {
-        let dst = self.register();
-        self.push(Instruction::CreatePolicy { dst: dst.register, eviction });
-        dst
     }
 
     /// Atomically adds to a number in memory and returns its previous value, with relaxed order.

@@ -168,7 +168,6 @@ impl Builder {
             address,
             order: LoadOrder::Weak,
             cache: LoadCache::Default,
-            policy: None,
         });
         dst
     }
@@ -183,7 +182,6 @@ impl Builder {
             address,
             order: LoadOrder::Weak,
             cache: LoadCache::Default,
-            policy: None,
         });
     }
 
@@ -197,7 +195,6 @@ impl Builder {
             address,
             order: StoreOrder::Weak,
             cache: StoreCache::Default,
-            policy: None,
         });
     }
 

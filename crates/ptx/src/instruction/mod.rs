@@ -77,14 +77,7 @@ pub enum Instruction {
 
     // ---- memory ------------------------------------------------------------
     /// Loads one, two or four registers from consecutive addresses.
-    Load {
-        dst: Vec<Register>,
-        space: Space,
-        address: Address,
-        order: LoadOrder,
-        cache: LoadCache,
-        policy: Option<Register>,
-    },
+    Load { dst: Vec<Register>, space: Space, address: Address, order: LoadOrder, cache: LoadCache },
     /// Loads one byte of global memory into a 32-bit register, zero-extended.
     LoadByte { dst: Register, address: Address },
     /// Stores one, two or four registers to consecutive addresses.
@@ -94,12 +87,9 @@ pub enum Instruction {
         address: Address,
         order: StoreOrder,
         cache: StoreCache,
-        policy: Option<Register>,
     },
     /// Prefetches the cache line of a global address into L2.
     PrefetchL2 { address: Address },
-    /// Creates an L2 cache policy for the `policy` operands of loads, stores and copies.
-    CreatePolicy { dst: Register, eviction: Eviction },
     /// Atomically updates the value at `address` and gives the old one.
     Atomic {
         operation: AtomicOperation,
@@ -270,18 +260,11 @@ pub enum Instruction {
         bytes: Operand,
         barrier: Address,
         multicast: Option<Register>,
-        policy: Option<Register>,
     },
     /// Copies `bytes` (a multiple of 16) from shared to global memory.
-    BulkStore { dst: Address, src: Address, bytes: Operand, policy: Option<Register> },
+    BulkStore { dst: Address, src: Address, bytes: Operand },
     /// Adds `bytes` bytes of elements in shared memory to global memory.
-    BulkReduceAdd {
-        ty: BulkElement,
-        dst: Address,
-        src: Address,
-        bytes: Operand,
-        policy: Option<Register>,
-    },
+    BulkReduceAdd { ty: BulkElement, dst: Address, src: Address, bytes: Operand },
     /// Copies a box of a tensor into shared memory and reports its bytes to an mbarrier. With
     /// `multicast`, a mask of blocks, the data goes to several blocks of the cluster.
     TensorLoad {
@@ -290,17 +273,11 @@ pub enum Instruction {
         coordinates: Vec<Operand>,
         barrier: Address,
         multicast: Option<Register>,
-        policy: Option<Register>,
     },
     /// Copies a box from shared memory into a tensor.
-    TensorStore { map: Register, coordinates: Vec<Operand>, src: Address, policy: Option<Register> },
+    TensorStore { map: Register, coordinates: Vec<Operand>, src: Address },
     /// Adds a box of shared memory to a tensor.
-    TensorReduceAdd {
-        map: Register,
-        coordinates: Vec<Operand>,
-        src: Address,
-        policy: Option<Register>,
-    },
+    TensorReduceAdd { map: Register, coordinates: Vec<Operand>, src: Address },
     /// Commits this thread's bulk stores since the last commit as a group.
     BulkCommit,
     /// Waits until at most `pending` of this thread's latest groups of bulk

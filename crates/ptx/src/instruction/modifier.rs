@@ -310,17 +310,6 @@ pub enum CopyCache {
     L2Only,
 }
 
-/// The eviction priority that a cache policy gives to lines in L2.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Eviction {
-    /// Evicted before other lines.
-    First,
-    /// Evicted after other lines.
-    Last,
-    /// The default priority.
-    Normal,
-}
-
 /// Atomic operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AtomicOperation {

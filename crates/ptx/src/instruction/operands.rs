@@ -143,16 +143,14 @@ impl Instruction {
             I::TensorMapAddress { dst, .. } => v.write(*dst, Expected::Type(Type::U64)),
             I::SharedBase { dst, .. } => v.write(*dst, Expected::Type(Type::U32)),
 
-            I::Load { dst, space, address, policy, .. } => {
+            I::Load { dst, space, address, .. } => {
                 v.address(*space, *address);
-                v.policy(*policy);
                 for register in dst {
                     v.write_register(*register);
                 }
             }
-            I::Store { src, space, address, policy, .. } => {
+            I::Store { src, space, address, .. } => {
                 v.address(*space, *address);
-                v.policy(*policy);
                 for register in src {
                     v.read_register(*register);
                 }
@@ -162,7 +160,6 @@ impl Instruction {
                 v.write(*dst, Expected::Type(Type::U32));
             }
             I::PrefetchL2 { address } => v.address(Space::Global, *address),
-            I::CreatePolicy { dst, .. } => v.write(*dst, Expected::Type(Type::U64)),
             I::Atomic { ty, dst, space, address, value, .. } => {
                 v.address(*space, *address);
                 v.read(*value, Expected::Type(*ty));
@@ -297,33 +294,28 @@ impl Instruction {
                     v.read(*bytes, Expected::Type(Type::U32));
                 }
             }
-            I::BulkLoad { dst, src, bytes, barrier, multicast, policy } => {
+            I::BulkLoad { dst, src, bytes, barrier, multicast } => {
                 v.address(Space::Shared, *dst);
                 v.address(Space::Global, *src);
                 v.read(*bytes, Expected::Type(Type::U32));
                 v.address(Space::Shared, *barrier);
                 v.multicast(*multicast);
-                v.policy(*policy);
             }
-            I::BulkStore { dst, src, bytes, policy }
-            | I::BulkReduceAdd { dst, src, bytes, policy, .. } => {
+            I::BulkStore { dst, src, bytes } | I::BulkReduceAdd { dst, src, bytes, .. } => {
                 v.address(Space::Global, *dst);
                 v.address(Space::Shared, *src);
                 v.read(*bytes, Expected::Type(Type::U32));
-                v.policy(*policy);
             }
-            I::TensorLoad { dst, map, coordinates, barrier, multicast, policy } => {
+            I::TensorLoad { dst, map, coordinates, barrier, multicast } => {
                 v.address(Space::Shared, *dst);
                 v.tensor(*map, coordinates);
                 v.address(Space::Shared, *barrier);
                 v.multicast(*multicast);
-                v.policy(*policy);
             }
-            I::TensorStore { map, coordinates, src, policy }
-            | I::TensorReduceAdd { map, coordinates, src, policy } => {
+            I::TensorStore { map, coordinates, src }
+            | I::TensorReduceAdd { map, coordinates, src } => {
                 v.tensor(*map, coordinates);
                 v.address(Space::Shared, *src);
-                v.policy(*policy);
             }
             I::TensorMapPrefetch { map } => {
                 v.read(Operand::Register(*map), Expected::Type(Type::U64));
@@ -397,12 +389,6 @@ impl Visitor<'_> {
     fn multicast(&mut self, mask: Option<Register>) {
         if let Some(mask) = mask {
             self.read(Operand::Register(mask), Expected::Type(Type::U32));
-        }
-    }
-
-    fn policy(&mut self, policy: Option<Register>) {
-        if let Some(policy) = policy {
-            self.read(Operand::Register(policy), Expected::Type(Type::U64));
         }
     }
 }

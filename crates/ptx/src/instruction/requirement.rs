@@ -85,15 +85,13 @@ impl Instruction {
             } => Requirement::new(C::Clusters, 7, 8),
             I::TensorMapAddress { .. } => Requirement::new(C::TensorCopies, 8, 0),
 
-            I::Load { space, order, cache, policy, .. } => {
+            I::Load { space, order, cache, .. } => {
                 let cluster_scope = matches!(
                     order,
                     LoadOrder::Relaxed(Scope::Cluster) | LoadOrder::Acquire(Scope::Cluster)
                 );
                 if *space == Space::Cluster || cluster_scope {
                     Requirement::new(C::Clusters, 7, 8)
-                } else if policy.is_some() {
-                    Requirement::new(C::CachePolicies, 7, 4)
                 } else {
                     match cache {
                         LoadCache::ReadOnlyOnce | LoadCache::EvictFirst | LoadCache::EvictLast => {
@@ -103,22 +101,19 @@ impl Instruction {
                     }
                 }
             }
-            I::Store { space, order, cache, policy, .. } => {
+            I::Store { space, order, cache, .. } => {
                 let cluster_scope = matches!(
                     order,
                     StoreOrder::Relaxed(Scope::Cluster) | StoreOrder::Release(Scope::Cluster)
                 );
                 if *space == Space::Cluster || cluster_scope {
                     Requirement::new(C::Clusters, 7, 8)
-                } else if policy.is_some() {
-                    Requirement::new(C::CachePolicies, 7, 4)
                 } else if *cache == StoreCache::NoAllocate {
                     Requirement::version(7, 4)
                 } else {
                     Requirement::NOTHING
                 }
             }
-            I::CreatePolicy { .. } => Requirement::new(C::CachePolicies, 7, 4),
             I::Atomic { ty, space, scope, .. } => atomic(*ty, 1, *space, *scope),
             I::CompareAndSwap { ty, space, scope, .. } => atomic(*ty, 1, *space, *scope),
             I::Reduce { ty, src, space, scope, .. } => atomic(*ty, src.len(), *space, *scope),

@@ -114,8 +114,9 @@ impl Parser<'_> {
             "mma" | "wgmma" => self.product(line),
             "bar" | "barrier" | "mbarrier" => self.barrier(line),
             "cp" => self.copy(line, None),
-            "createpolicy" | "fence" | "setmaxnreg" | "mapa" | "griddepcontrol" | "nanosleep"
-            | "trap" => self.control(line),
+            "fence" | "setmaxnreg" | "mapa" | "griddepcontrol" | "nanosleep" | "trap" => {
+                self.control(line)
+            }
             _ => self.arithmetic(line),
         }
     }
@@ -168,7 +169,7 @@ impl Parser<'_> {
             return Ok(Instruction::TensorMapPrefetch { map: self.address(map)?.base });
         }
         if modifiers.take("ld") {
-            let ([dst, address], policy) = line.all_and()?;
+            let [dst, address] = line.all()?;
             let order = if modifiers.take(".relaxed") {
                 LoadOrder::Relaxed(modifiers.scope()?)
             } else if modifiers.take(".acquire") {
@@ -178,12 +179,11 @@ impl Parser<'_> {
             };
             let space = modifiers.space()?;
             let cache = modifiers.one_of(&LoadCache::ALL, |it| load_cache(it).to_owned())?;
-            let policy = policy.map(|it| self.register(it)).transpose()?;
             let (dst, address) = (self.list(dst)?, self.address(address)?);
-            return Ok(Instruction::Load { dst, space, address, order, cache, policy });
+            return Ok(Instruction::Load { dst, space, address, order, cache });
         }
         if modifiers.take("st") {
-            let ([address, src], policy) = line.all_and()?;
+            let [address, src] = line.all()?;
             let order = if modifiers.take(".relaxed") {
                 StoreOrder::Relaxed(modifiers.scope()?)
             } else if modifiers.take(".release") {
@@ -193,9 +193,8 @@ impl Parser<'_> {
             };
             let space = modifiers.space()?;
             let cache = modifiers.one_of(&StoreCache::ALL, |it| store_cache(it).to_owned())?;
-            let policy = policy.map(|it| self.register(it)).transpose()?;
             let (src, address) = (self.list(src)?, self.address(address)?);
-            return Ok(Instruction::Store { src, space, address, order, cache, policy });
+            return Ok(Instruction::Store { src, space, address, order, cache });
         }
         if modifiers.take("ldmatrix.sync.aligned.m8n8") {
             let [dst, address] = line.all()?;
@@ -451,12 +450,8 @@ impl Parser<'_> {
             }
             _ => {}
         }
-        // The policy is the last operand, after the mask.
+        // The mask is the last operand.
         let mut operands = line.operands.clone();
-        let policy = match mnemonic.contains(".L2::cache_hint") {
-            true => operands.pop().map(|it| self.register(it)).transpose()?,
-            false => None,
-        };
         if multicast.is_some() {
             operands.pop();
         }
@@ -468,39 +463,32 @@ impl Parser<'_> {
                 let [dst, tensor, barrier] = line.all()?;
                 let (map, coordinates) = self.tensor(tensor)?;
                 let [dst, barrier] = self.addresses([dst, barrier])?;
-                return Ok(Instruction::TensorLoad {
-                    dst,
-                    map,
-                    coordinates,
-                    barrier,
-                    multicast,
-                    policy,
-                });
+                return Ok(Instruction::TensorLoad { dst, map, coordinates, barrier, multicast });
             }
             let [tensor, src] = line.all()?;
             let (map, coordinates) = self.tensor(tensor)?;
             let src = self.address(src)?;
             return Ok(match is_reduction {
-                true => Instruction::TensorReduceAdd { map, coordinates, src, policy },
-                false => Instruction::TensorStore { map, coordinates, src, policy },
+                true => Instruction::TensorReduceAdd { map, coordinates, src },
+                false => Instruction::TensorStore { map, coordinates, src },
             });
         }
         if is_load {
             let [dst, src, bytes, barrier] = line.all()?;
             let [dst, src, barrier] = self.addresses([dst, src, barrier])?;
             let bytes = self.operand(bytes, Type::U32)?;
-            return Ok(Instruction::BulkLoad { dst, src, bytes, barrier, multicast, policy });
+            return Ok(Instruction::BulkLoad { dst, src, bytes, barrier, multicast });
         }
         let [dst, src, bytes] = line.all()?;
         let ([dst, src], bytes) = (self.addresses([dst, src])?, self.operand(bytes, Type::U32)?);
         if !is_reduction {
-            return Ok(Instruction::BulkStore { dst, src, bytes, policy });
+            return Ok(Instruction::BulkStore { dst, src, bytes });
         }
         let floats = ELEMENTS.map(BulkElement::Float);
         let spelled = |ty: &BulkElement| mnemonic.ends_with(&dotted(&bulk_addition(*ty)));
         let ty = floats.into_iter().chain([BulkElement::U32]).find(spelled);
         let Some(ty) = ty else { return line.unknown() };
-        Ok(Instruction::BulkReduceAdd { ty, dst, src, bytes, policy })
+        Ok(Instruction::BulkReduceAdd { ty, dst, src, bytes })
     }
 
     fn control(&mut self, line: &Line<'_>) -> Parsed<Instruction> {
@@ -515,13 +503,6 @@ impl Parser<'_> {
             ]);
             let fences: Vec<Fence> = fences.collect();
             return modifiers.one_of(&fences, fence_kind).map(Instruction::Fence);
-        }
-        if modifiers.take("createpolicy.fractional") {
-            let evictions = [Eviction::First, Eviction::Last, Eviction::Normal];
-            let spelled = |it| format!(".L2::{}", eviction_name(it));
-            let eviction = modifiers.one_of(&evictions, spelled)?;
-            let [dst] = line.all()?;
-            return Ok(Instruction::CreatePolicy { dst: self.register(dst)?, eviction });
         }
         if modifiers.take("setmaxnreg") {
             let change = match modifiers.take(".inc") {

@@ -123,7 +123,7 @@ impl Printer<'_> {
                 }
             }
 
-            I::Load { dst, space, address, order, cache, policy } => {
+            I::Load { dst, space, address, order, cache } => {
                 let ty = bits_type(self.program.type_of(dst[0]));
                 let (list, vector) = self.vector(dst);
                 let space = space_name(*space);
@@ -136,11 +136,10 @@ impl Printer<'_> {
                     }
                     (LoadOrder::Weak, cache) => format!("{space}{}", load_cache(*cache)),
                 };
-                let (hint, policy) = self.policy(*policy);
                 let address = self.address(*address);
-                format!("ld{prefix}{hint}{vector}.{ty} {list}, {address}{policy};")
+                format!("ld{prefix}{vector}.{ty} {list}, {address};")
             }
-            I::Store { src, space, address, order, cache, policy } => {
+            I::Store { src, space, address, order, cache } => {
                 let ty = bits_type(self.program.type_of(src[0]));
                 let (list, vector) = self.vector(src);
                 let space = space_name(*space);
@@ -153,18 +152,13 @@ impl Printer<'_> {
                     }
                     (StoreOrder::Weak, cache) => format!("{space}{}", store_cache(*cache)),
                 };
-                let (hint, policy) = self.policy(*policy);
                 let address = self.address(*address);
-                format!("st{prefix}{hint}{vector}.{ty} {address}, {list}{policy};")
+                format!("st{prefix}{vector}.{ty} {address}, {list};")
             }
             I::LoadByte { dst, address } => {
                 format!("ld.global.u8 {}, {};", self.name(*dst), self.address(*address))
             }
             I::PrefetchL2 { address } => format!("prefetch.global.L2 {};", self.address(*address)),
-            I::CreatePolicy { dst, eviction } => {
-                let eviction = eviction_name(*eviction);
-                format!("createpolicy.fractional.L2::{eviction}.b64 {};", self.name(*dst))
-            }
             I::Atomic { operation, ty, dst, space, address, value, scope, order } => {
                 let form = self.atomic_form(*order, *scope, *space, *operation, *ty);
                 let (dst, address) = (self.name(*dst), self.address(*address));
@@ -344,55 +338,47 @@ impl Printer<'_> {
             }
             I::CopyAsyncCommit => "cp.async.commit_group;".to_owned(),
             I::CopyAsyncWait { pending } => format!("cp.async.wait_group {pending};"),
-            I::BulkLoad { dst, src, bytes, barrier, multicast, policy } => {
+            I::BulkLoad { dst, src, bytes, barrier, multicast } => {
                 let (cast, mask) = self.multicast(*multicast);
-                let (hint, policy) = self.policy(*policy);
                 let [dst, src, barrier] = [dst, src, barrier].map(|a| self.address(*a));
                 let bytes = self.operand(*bytes, Type::U32);
                 return self.with_mask(*multicast, format!(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{cast}{hint} {dst}, {src}, {bytes}, {barrier}{mask}{policy};"
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{cast} {dst}, {src}, {bytes}, {barrier}{mask};"
                 ));
             }
-            I::BulkStore { dst, src, bytes, policy } => {
-                let (hint, policy) = self.policy(*policy);
+            I::BulkStore { dst, src, bytes } => {
                 let [dst, src] = [dst, src].map(|a| self.address(*a));
                 let bytes = self.operand(*bytes, Type::U32);
-                format!(
-                    "cp.async.bulk.global.shared::cta.bulk_group{hint} {dst}, {src}, {bytes}{policy};"
-                )
+                format!("cp.async.bulk.global.shared::cta.bulk_group {dst}, {src}, {bytes};")
             }
-            I::BulkReduceAdd { ty, dst, src, bytes, policy } => {
-                let (hint, policy) = self.policy(*policy);
+            I::BulkReduceAdd { ty, dst, src, bytes } => {
                 let [dst, src] = [dst, src].map(|a| self.address(*a));
                 let bytes = self.operand(*bytes, Type::U32);
                 let ty = bulk_addition(*ty);
                 format!(
-                    "cp.reduce.async.bulk.global.shared::cta.bulk_group{hint}.{ty} {dst}, {src}, {bytes}{policy};"
+                    "cp.reduce.async.bulk.global.shared::cta.bulk_group.{ty} {dst}, {src}, {bytes};"
                 )
             }
-            I::TensorLoad { dst, map, coordinates, barrier, multicast, policy } => {
+            I::TensorLoad { dst, map, coordinates, barrier, multicast } => {
                 let (cast, mask) = self.multicast(*multicast);
-                let (hint, policy) = self.policy(*policy);
                 let (rank, place) = self.tensor(*map, coordinates);
                 let [dst, barrier] = [dst, barrier].map(|a| self.address(*a));
                 return self.with_mask(*multicast, format!(
-                    "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{cast}{hint} {dst}, {place}, {barrier}{mask}{policy};"
+                    "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{cast} {dst}, {place}, {barrier}{mask};"
                 ));
             }
-            I::TensorStore { map, coordinates, src, policy } => {
-                let (hint, policy) = self.policy(*policy);
+            I::TensorStore { map, coordinates, src } => {
                 let (rank, place) = self.tensor(*map, coordinates);
                 let src = self.address(*src);
                 format!(
-                    "cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group{hint} {place}, {src}{policy};"
+                    "cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group {place}, {src};"
                 )
             }
-            I::TensorReduceAdd { map, coordinates, src, policy } => {
-                let (hint, policy) = self.policy(*policy);
+            I::TensorReduceAdd { map, coordinates, src } => {
                 let (rank, place) = self.tensor(*map, coordinates);
                 let src = self.address(*src);
                 format!(
-                    "cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group{hint} {place}, {src}{policy};"
+                    "cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group {place}, {src};"
                 )
             }
             I::BulkCommit => "cp.async.bulk.commit_group;".to_owned(),
@@ -473,13 +459,6 @@ impl Printer<'_> {
     fn tensor(&self, map: Register, coordinates: &[Operand]) -> (usize, String) {
         let list: Vec<_> = coordinates.iter().map(|c| self.operand(*c, Type::S32)).collect();
         (coordinates.len(), format!("[{}, {{{}}}]", self.name(map), list.join(", ")))
-    }
-
-    fn policy(&self, policy: Option<Register>) -> (&'static str, String) {
-        match policy {
-            Some(policy) => (".L2::cache_hint", format!(", {}", self.name(policy))),
-            None => ("", String::new()),
-        }
     }
 
     fn multicast(&self, mask: Option<Register>) -> (&'static str, &'static str) {
@@ -680,14 +659,6 @@ pub(crate) fn store_cache(cache: StoreCache) -> &'static str {
         StoreCache::L2Only => ".cg",
         StoreCache::Streaming => ".cs",
         StoreCache::NoAllocate => ".L1::no_allocate",
-    }
-}
-
-pub(crate) fn eviction_name(eviction: Eviction) -> &'static str {
-    match eviction {
-        Eviction::First => "evict_first",
-        Eviction::Last => "evict_last",
-        Eviction::Normal => "evict_normal",
     }
 }
 

@@ -104,23 +104,8 @@ impl Builder {
         a: impl Into<MatrixA>,
         b: Matrix,
     ) -> InFlight<&'a mut Accumulator> {
-        self.wgmma_chain(accumulator, accumulate, &[(a.into(), b)])
-    }
-
-    /// Starts several products into one accumulator, one after the other, as one group.
-    /// `accumulate` applies to the first; the others add.
-    #[track_caller]
-    pub fn wgmma_chain<'a>(
-        &mut self,
-        accumulator: &'a mut Accumulator,
-        accumulate: Accumulate,
-        operands: &[(MatrixA, Matrix)],
-    ) -> InFlight<&'a mut Accumulator> {
         self.push(Instruction::WgmmaFence);
-        for (index, (a, b)) in operands.iter().enumerate() {
-            let accumulate = if index == 0 { accumulate } else { Accumulate::Yes };
-            self.issue_product(accumulator, accumulate, a, *b);
-        }
+        self.issue_product(accumulator, accumulate, &a.into(), b);
         InFlight { group: self.commit_products(), accumulator }
     }
 

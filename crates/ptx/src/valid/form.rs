@@ -94,32 +94,20 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
             })
         }
 
-        I::Load { dst, space, order, cache, policy, .. } => vector_fault(program, dst)
-            .or_else(|| cached_fault(*space, *cache == LoadCache::Default, policy.is_some()))
+        I::Load { dst, space, order, cache, .. } => vector_fault(program, dst)
+            .or_else(|| cached_fault(*space, *cache == LoadCache::Default))
             .or_else(|| {
-                let plain = *cache == LoadCache::Default && policy.is_none();
+                let plain = *cache == LoadCache::Default;
                 unless(matches!(order, LoadOrder::Weak) || (plain && dst.len() == 1), || {
                     "an ordered load takes no cache hint and one register".to_owned()
                 })
-            })
-            .or_else(|| {
-                let legacy = matches!(cache, LoadCache::L2Only | LoadCache::Streaming);
-                unless(!(legacy && policy.is_some()), || {
-                    "a cache operator and a cache policy on one load".to_owned()
-                })
             }),
-        I::Store { src, space, order, cache, policy, .. } => vector_fault(program, src)
-            .or_else(|| cached_fault(*space, *cache == StoreCache::Default, policy.is_some()))
+        I::Store { src, space, order, cache, .. } => vector_fault(program, src)
+            .or_else(|| cached_fault(*space, *cache == StoreCache::Default))
             .or_else(|| {
-                let plain = *cache == StoreCache::Default && policy.is_none();
+                let plain = *cache == StoreCache::Default;
                 unless(matches!(order, StoreOrder::Weak) || (plain && src.len() == 1), || {
                     "an ordered store takes no cache hint and one register".to_owned()
-                })
-            })
-            .or_else(|| {
-                let legacy = matches!(cache, StoreCache::L2Only | StoreCache::Streaming);
-                unless(!(legacy && policy.is_some()), || {
-                    "a cache operator and a cache policy on one store".to_owned()
                 })
             }),
         I::Atomic { operation, ty, space, .. } => {
@@ -242,7 +230,6 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         | I::ReadSpecial { .. }
         | I::LoadByte { .. }
         | I::PrefetchL2 { .. }
-        | I::CreatePolicy { .. }
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }
@@ -345,10 +332,8 @@ fn vector_fault(program: &Program, registers: &[Register]) -> Option<Fault> {
     )
 }
 
-fn cached_fault(space: Space, default_cache: bool, policy: bool) -> Option<Fault> {
-    unless(space == Space::Global || (default_cache && !policy), || {
-        format!("a cache hint in {space:?} memory")
-    })
+fn cached_fault(space: Space, default_cache: bool) -> Option<Fault> {
+    unless(space == Space::Global || default_cache, || format!("a cache hint in {space:?} memory"))
 }
 
 fn matrices_fault(count: usize) -> Option<Fault> {

@@ -368,10 +368,10 @@ fn memory(forms: &mut Vec<Form>) {
                         let address = s.address(space);
                         let dst: Vec<_> = (0..count).map(|_| s.fresh(ty)).collect();
                         let src = dst.clone();
-                        let (order, cache, policy) = (LoadOrder::Weak, LoadCache::Default, None);
-                        s.k.push(Instruction::Load { dst, space, address, order, cache, policy });
+                        let (order, cache) = (LoadOrder::Weak, LoadCache::Default);
+                        s.k.push(Instruction::Load { dst, space, address, order, cache });
                         let (order, cache) = (StoreOrder::Weak, StoreCache::Default);
-                        s.k.push(Instruction::Store { src, space, address, order, cache, policy });
+                        s.k.push(Instruction::Store { src, space, address, order, cache });
                     },
                 ));
             }
@@ -379,51 +379,39 @@ fn memory(forms: &mut Vec<Form>) {
         for order in load_orders.clone() {
             forms.push(Form::new(format!("load {order:?} {space:?}"), move |s| {
                 let (address, dst) = (s.address(space), vec![s.fresh(Type::U32)]);
-                let (cache, policy) = (LoadCache::Default, None);
-                s.k.push(Instruction::Load { dst, space, address, order, cache, policy });
+                let cache = LoadCache::Default;
+                s.k.push(Instruction::Load { dst, space, address, order, cache });
             }));
         }
         for order in store_orders.clone() {
             forms.push(Form::new(format!("store {order:?} {space:?}"), move |s| {
                 let (address, src) = (s.address(space), vec![s.register(Type::U32)]);
-                let (cache, policy) = (StoreCache::Default, None);
-                s.k.push(Instruction::Store { src, space, address, order, cache, policy });
+                let cache = StoreCache::Default;
+                s.k.push(Instruction::Store { src, space, address, order, cache });
             }));
         }
     }
-    let evictions = [Eviction::First, Eviction::Last, Eviction::Normal];
     for count in [1, 4] {
         for cache in LoadCache::ALL {
-            for with_policy in [false, true] {
-                let name = format!("load {count} {cache:?} policy {with_policy}");
-                forms.push(Form::new(name, move |s| {
-                    let space = Space::Global;
-                    let address = s.address(space);
-                    let policy = with_policy.then(|| s.k.cache_policy(Eviction::Last).register());
-                    let dst = (0..count).map(|_| s.fresh(Type::U32)).collect();
-                    let order = LoadOrder::Weak;
-                    s.k.push(Instruction::Load { dst, space, address, order, cache, policy });
-                }));
-            }
+            let name = format!("load {count} {cache:?}");
+            forms.push(Form::new(name, move |s| {
+                let space = Space::Global;
+                let address = s.address(space);
+                let dst = (0..count).map(|_| s.fresh(Type::U32)).collect();
+                let order = LoadOrder::Weak;
+                s.k.push(Instruction::Load { dst, space, address, order, cache });
+            }));
         }
         for cache in StoreCache::ALL {
-            for with_policy in [false, true] {
-                let name = format!("store {count} {cache:?} policy {with_policy}");
-                forms.push(Form::new(name, move |s| {
-                    let space = Space::Global;
-                    let address = s.address(space);
-                    let policy = with_policy.then(|| s.k.cache_policy(Eviction::First).register());
-                    let src = s.registers(Type::F32, count);
-                    let order = StoreOrder::Weak;
-                    s.k.push(Instruction::Store { src, space, address, order, cache, policy });
-                }));
-            }
+            let name = format!("store {count} {cache:?}");
+            forms.push(Form::new(name, move |s| {
+                let space = Space::Global;
+                let address = s.address(space);
+                let src = s.registers(Type::F32, count);
+                let order = StoreOrder::Weak;
+                s.k.push(Instruction::Store { src, space, address, order, cache });
+            }));
         }
-    }
-    for eviction in evictions {
-        forms.push(Form::new(format!("policy {eviction:?}"), move |s| {
-            s.k.cache_policy(eviction);
-        }));
     }
     forms.push(Form::new("prefetch", |s| {
         let address = s.address(Space::Global);
@@ -715,71 +703,50 @@ fn copies(forms: &mut Vec<Form>) {
         }));
     }
     for with_multicast in [false, true] {
-        for with_policy in [false, true] {
-            let name = format!("multicast {with_multicast} policy {with_policy}");
-            forms.push(Form::new(format!("bulk load {name}"), move |s| {
-                let [dst, src, barrier] = [Space::Shared, Space::Global, Space::Shared]
-                    .map(|space| Address { offset: 0, ..s.address(space) });
-                let multicast = with_multicast.then(|| s.register(Type::U32));
-                let policy = with_policy.then(|| s.register(Type::U64));
-                for bytes in [Operand::u32(64), s.register(Type::U32).into()] {
-                    s.k.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast, policy });
-                }
-            }));
-            for rank in 1..=5 {
-                forms.push(Form::new(format!("tensor load {rank}d {name}"), move |s| {
-                    let map = s.k.tensor_map("map", tensor_box(rank)).address.register();
-                    let [dst, barrier] = [(); 2].map(|_| s.address(Space::Shared));
-                    let multicast = with_multicast.then(|| s.register(Type::U32));
-                    let policy = with_policy.then(|| s.register(Type::U64));
-                    let mut coordinates = vec![Operand::u32(3); rank];
-                    coordinates[0] = s.register(Type::S32).into();
-                    s.k.push(Instruction::TensorLoad {
-                        dst,
-                        map,
-                        coordinates,
-                        barrier,
-                        multicast,
-                        policy,
-                    });
-                }));
-            }
-        }
-    }
-    for with_policy in [false, true] {
-        forms.push(Form::new(format!("bulk store policy {with_policy}"), move |s| {
-            let (dst, src) = (s.address(Space::Global), s.address(Space::Shared));
-            let policy = with_policy.then(|| s.register(Type::U64));
+        let name = format!("multicast {with_multicast}");
+        forms.push(Form::new(format!("bulk load {name}"), move |s| {
+            let [dst, src, barrier] = [Space::Shared, Space::Global, Space::Shared]
+                .map(|space| Address { offset: 0, ..s.address(space) });
+            let multicast = with_multicast.then(|| s.register(Type::U32));
             for bytes in [Operand::u32(64), s.register(Type::U32).into()] {
-                s.k.push(Instruction::BulkStore { dst, src, bytes, policy });
+                s.k.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast });
             }
         }));
-        let mut elements: Vec<_> = ELEMENTS.into_iter().map(BulkElement::Float).collect();
-        elements.push(BulkElement::U32);
-        for ty in elements {
-            forms.push(Form::new(format!("bulk add {ty:?} policy {with_policy}"), move |s| {
-                let (dst, src) = (s.address(Space::Global), s.address(Space::Shared));
-                let policy = with_policy.then(|| s.register(Type::U64));
-                let bytes = Operand::u32(64);
-                s.k.push(Instruction::BulkReduceAdd { ty, dst, src, bytes, policy });
-            }));
-        }
         for rank in 1..=5 {
-            forms.push(Form::new(format!("tensor store {rank}d policy {with_policy}"), move |s| {
+            forms.push(Form::new(format!("tensor load {rank}d {name}"), move |s| {
                 let map = s.k.tensor_map("map", tensor_box(rank)).address.register();
-                let src = s.address(Space::Shared);
-                let policy = with_policy.then(|| s.register(Type::U64));
-                let coordinates = vec![s.register(Type::S32).into(); rank];
-                s.k.push(Instruction::TensorStore {
-                    map,
-                    coordinates: coordinates.clone(),
-                    src,
-                    policy,
-                });
-                s.k.push(Instruction::TensorReduceAdd { map, coordinates, src, policy });
-                s.k.push(Instruction::TensorMapPrefetch { map });
+                let [dst, barrier] = [(); 2].map(|_| s.address(Space::Shared));
+                let multicast = with_multicast.then(|| s.register(Type::U32));
+                let mut coordinates = vec![Operand::u32(3); rank];
+                coordinates[0] = s.register(Type::S32).into();
+                s.k.push(Instruction::TensorLoad { dst, map, coordinates, barrier, multicast });
             }));
         }
+    }
+    forms.push(Form::new("bulk store", move |s| {
+        let (dst, src) = (s.address(Space::Global), s.address(Space::Shared));
+        for bytes in [Operand::u32(64), s.register(Type::U32).into()] {
+            s.k.push(Instruction::BulkStore { dst, src, bytes });
+        }
+    }));
+    let mut elements: Vec<_> = ELEMENTS.into_iter().map(BulkElement::Float).collect();
+    elements.push(BulkElement::U32);
+    for ty in elements {
+        forms.push(Form::new(format!("bulk add {ty:?}"), move |s| {
+            let (dst, src) = (s.address(Space::Global), s.address(Space::Shared));
+            let bytes = Operand::u32(64);
+            s.k.push(Instruction::BulkReduceAdd { ty, dst, src, bytes });
+        }));
+    }
+    for rank in 1..=5 {
+        forms.push(Form::new(format!("tensor store {rank}d"), move |s| {
+            let map = s.k.tensor_map("map", tensor_box(rank)).address.register();
+            let src = s.address(Space::Shared);
+            let coordinates = vec![s.register(Type::S32).into(); rank];
+            s.k.push(Instruction::TensorStore { map, coordinates: coordinates.clone(), src });
+            s.k.push(Instruction::TensorReduceAdd { map, coordinates, src });
+            s.k.push(Instruction::TensorMapPrefetch { map });
+        }));
     }
     for read_only in [false, true] {
         forms.push(Form::new(format!("bulk wait {read_only}"), move |s| {

@@ -335,11 +335,11 @@ impl<'a> Executor<'_, 'a> {
             }
             I::SharedBase { dst, offset } => warp.set_word(*dst, &[SHARED_BASE + offset; 32]),
 
-            I::Load { dst, space, address, order, cache, policy: _ } => {
+            I::Load { dst, space, address, order, cache } => {
                 self.load(warp, dst, *space, *address, *order, *cache)?;
             }
             I::LoadByte { dst, address } => self.load_byte(warp, *dst, *address)?,
-            I::Store { src, space, address, order, cache: _, policy: _ } => {
+            I::Store { src, space, address, order, cache: _ } => {
                 self.store(warp, src, *space, *address, *order)?;
             }
             I::PrefetchL2 { address } => {
@@ -348,7 +348,6 @@ impl<'a> Executor<'_, 'a> {
                     self.global_range(warp, lane, addresses[lane as usize], 1, 1)?;
                 }
             }
-            I::CreatePolicy { dst, eviction: _ } => warp.set_wide(*dst, &[0; 32]),
             I::Atomic { operation, ty, dst, space, address, value, scope, order } => {
                 let change = atomic::Change::Operation(*operation, *value);
                 self.atomic(warp, Some(*dst), *ty, *space, *address, change, *scope, *order)?;
@@ -472,27 +471,27 @@ impl<'a> Executor<'_, 'a> {
                 let (operations, _) = warp.copies.wait(warp.active, *pending, false);
                 return Ok(Flow::Block(Wait::Copies { operations, waited }));
             }
-            I::BulkLoad { dst, src, bytes, barrier, multicast, policy: _ } => {
+            I::BulkLoad { dst, src, bytes, barrier, multicast } => {
                 self.issue_bulk_load(warp, *dst, *src, *bytes, *barrier, *multicast)?;
                 return Ok(Flow::Yield);
             }
-            I::TensorLoad { dst, map, coordinates, barrier, multicast, policy: _ } => {
+            I::TensorLoad { dst, map, coordinates, barrier, multicast } => {
                 self.issue_tensor_load(warp, *dst, *map, coordinates, *barrier, *multicast)?;
                 return Ok(Flow::Yield);
             }
-            I::BulkStore { dst, src, bytes, policy: _ } => {
+            I::BulkStore { dst, src, bytes } => {
                 self.issue_bulk_store(warp, *dst, *src, *bytes, None)?;
                 return Ok(Flow::Yield);
             }
-            I::BulkReduceAdd { ty, dst, src, bytes, policy: _ } => {
+            I::BulkReduceAdd { ty, dst, src, bytes } => {
                 self.issue_bulk_store(warp, *dst, *src, *bytes, Some(*ty))?;
                 return Ok(Flow::Yield);
             }
-            I::TensorStore { map, coordinates, src, policy: _ } => {
+            I::TensorStore { map, coordinates, src } => {
                 self.issue_tensor_store(warp, *map, coordinates, *src, false)?;
                 return Ok(Flow::Yield);
             }
-            I::TensorReduceAdd { map, coordinates, src, policy: _ } => {
+            I::TensorReduceAdd { map, coordinates, src } => {
                 self.issue_tensor_store(warp, *map, coordinates, *src, true)?;
                 return Ok(Flow::Yield);
             }

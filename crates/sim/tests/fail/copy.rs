@@ -28,7 +28,6 @@ impl Load {
             bytes,
             barrier: at(self.barrier.register()),
             multicast: None,
-            policy: None,
         });
     }
 
@@ -219,7 +218,7 @@ pub(crate) fn with_store(
     k.block_sync();
     k.if_(thread.equals(0), |k| {
         let (dst, src, bytes) = (at(out.register()), at(tile.register()), Operand::u32(256));
-        k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
+        k.push(Instruction::BulkStore { dst, src, bytes });
         k.push(Instruction::BulkCommit);
         sent(k);
     });
@@ -285,7 +284,7 @@ fn stores_of_another_lane() {
                 let src = k.eval(tiles + 256 * lane);
                 let dst = k.eval(out + u64::from(256 * lane));
                 let (dst, src, bytes) = (at(dst.register()), at(src.register()), Operand::u32(256));
-                k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
+                k.push(Instruction::BulkStore { dst, src, bytes });
                 k.push(Instruction::BulkCommit);
             });
         }

@@ -100,7 +100,6 @@ fn boxes_are_added() {
                 map: map.address.register(),
                 coordinates: coordinates.clone(),
                 src,
-                policy: None,
             });
         }
         k.push(Instruction::BulkCommit);

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::sequences::{check_alone, run_alone};
 use super::{CheckedSequences, Outcome};
-use crate::reference::Row;
+use crate::reference::{self, Combined, Row, vector};
 use crate::rng::Rng;
 use crate::verdict::{ComparedValue, Judge, Verdict};
 use flashcore::gpu::{
@@ -77,42 +77,22 @@ impl CombineCase {
         Ok(CombineCase { seed, problem, parts, apart: count == 2 && rng.one_in(2) })
     }
 
-    /// Returns the exact outputs and log-sum-exps of rows in the order (batch, heads, length).
-    fn reference(&self) -> (Vec<f64>, Vec<f64>) {
-        let Shape { batch, length, heads, dim } = self.problem.shape;
-        let rows = batch * heads * length;
-        let (mut output, mut lse) = (vec![0.0; rows * dim], vec![f64::NEG_INFINITY; rows]);
-        let values: Vec<Vec<f32>> = self.parts.iter().map(|(part, _)| part.to_f32()).collect();
-        for row in 0..rows {
-            let log_sums = || self.parts.iter().map(|(_, lse)| f64::from(lse[row]));
-            if log_sums().all(|log_sum| log_sum == f64::NEG_INFINITY) {
-                continue;
-            }
-            let top = log_sums().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = log_sums().map(|log_sum| (log_sum - top).exp()).sum();
-            lse[row] = top + total.ln();
-            let (outer, query) = (row / length, row % length);
-            let vector = (outer / heads * length + query) * heads + outer % heads;
-            for (part, log_sum) in values.iter().zip(log_sums()) {
-                let weight = (log_sum - top).exp() / total;
-                for (sum, value) in
-                    output[row * dim..][..dim].iter_mut().zip(&part[vector * dim..][..dim])
-                {
-                    *sum += weight * f64::from(*value);
-                }
-            }
-        }
-        (output, lse)
+    fn reference(&self) -> Combined {
+        let double = |numbers: &[f32]| numbers.iter().map(|&it| it.into()).collect::<Vec<f64>>();
+        let parts: Vec<_> =
+            self.parts.iter().map(|(part, lse)| (double(&part.to_f32()), double(lse))).collect();
+        let parts: Vec<_> = parts.iter().map(|(part, lse)| (&part[..], &lse[..])).collect();
+        reference::combined(self.problem.shape, &parts)
     }
 
     /// Runs the kernel twice and judges it.
     fn check(&self, gpu: &Gpu) -> Result<Outcome, Error> {
-        let (exact, exact_lse) = self.reference();
+        let exact = self.reference();
         let (found, again) = (self.on_the_gpu(gpu)?, self.on_the_gpu(gpu)?);
-        let Shape { length, heads, dim, .. } = self.problem.shape;
+        let shape @ Shape { length, heads, dim, .. } = self.problem.shape;
         let (mut output, mut lse) = (Judge::new(self.problem.output), Judge::new(DType::F32));
         let mut values = vec![0.0; dim];
-        for (index, reference) in exact_lse.iter().enumerate() {
+        for (index, reference) in exact.lse.iter().enumerate() {
             let (outer, query) = (index / length, index % length);
             let row = Row { batch: outer / heads, head: outer % heads, query };
             let result = f64::from(found.1[index]);
@@ -120,7 +100,7 @@ impl CombineCase {
             lse.look_at(ComparedValue { row, element: 0, result, reference }, reference);
             found.0.head(row.batch, row.head).read(query, &mut values);
             for (element, value) in values.iter().enumerate() {
-                let reference = exact[index * dim + element];
+                let reference = exact.output[vector(shape, index) * dim + element];
                 let place = ComparedValue { row, element, result: f64::from(*value), reference };
                 output.look_at(place, reference);
             }
@@ -134,7 +114,7 @@ impl CombineCase {
         let bits = |lse: &[f32]| lse.iter().map(|it| it.to_bits()).collect::<Vec<_>>();
         let repeats = found.0.bytes() == again.0.bytes() && bits(&found.1) == bits(&again.1);
         let passed = output.passed && lse.passed && repeats;
-        let rows = exact_lse.len();
+        let rows = exact.lse.len();
         let verdict = Verdict { passed, output, lse, rows, total_rows: rows };
         Ok(Outcome { passed, verdict, repeats, holes: 0 })
     }
@@ -201,15 +181,15 @@ mod tests {
         let mut cases = 0;
         for seed in 0..80 {
             let case = CombineCase::random(DType::F32, seed).unwrap();
-            let (exact, exact_lse) = case.reference();
+            let Combined { output: exact, lse: exact_lse, .. } = case.reference();
             let parts: Vec<_> =
                 case.parts.iter().map(|(part, lse)| (part.view(), &lse[..])).collect();
             let (output, lse) = serving::combine(&parts).unwrap();
-            let Shape { length, heads, dim, .. } = case.problem.shape;
+            let shape @ Shape { length, heads, dim, .. } = case.problem.shape;
             for (index, exact_lse) in exact_lse.iter().enumerate() {
                 let (outer, query) = (index / length, index % length);
                 let row = output.head(outer / heads, outer % heads).row(query);
-                let found = row.iter().zip(&exact[index * dim..][..dim]);
+                let found = row.iter().zip(&exact[vector(shape, index) * dim..][..dim]);
                 for (found, exact) in found.chain([(&lse[index], exact_lse)]) {
                     let found = f64::from(*found);
                     let near = (found - exact).abs() < 1e-4 * exact.abs().max(1.0);

@@ -2,7 +2,6 @@
 //! against a product in `f64`.
 
 use cuda::{Arguments, TensorMap};
-use kernels::ceiling::{self, Ceiling};
 use kernels::product::{Contiguous, Product};
 use kernels::single::Single;
 use kernels::{Configuration, shipped};
@@ -49,7 +48,6 @@ pub fn run(
         outcomes.push(match *configuration {
             Configuration::Single(single) => check_single(gpu, single)?,
             Configuration::Product(product) => check_product(gpu, product)?,
-            Configuration::Ceiling(ceiling) => check_ceiling(gpu, ceiling)?,
             _ => continue,
         });
         progress.advance(1);
@@ -60,31 +58,9 @@ pub fn run(
 /// Returns the matrix kernels that the GPU can run.
 pub fn configurations(gpu: &Gpu) -> Vec<Configuration> {
     let all = shipped(gpu.target()).into_iter();
-    let is_matrix = |it: &Configuration| {
-        matches!(
-            it,
-            Configuration::Single(_) | Configuration::Product(_) | Configuration::Ceiling(_)
-        )
-    };
+    let is_matrix =
+        |it: &Configuration| matches!(it, Configuration::Single(_) | Configuration::Product(_));
     all.filter(is_matrix).collect()
-}
-
-/// Measures the throughput of the ceiling loop in TFLOP/s: the best of several launches that are
-/// long enough for their start-up not to matter.
-pub fn measure_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<f64, GpuError> {
-    let blocks = gpu.info().multiprocessors;
-    let a = Operand::random(configuration.element, configuration.rows(), ceiling::INNER, 1);
-    let b = Operand::random(configuration.element, ceiling::COLUMNS, ceiling::INNER, 2);
-    let run = |rounds: u32| launch_ceiling(gpu, configuration, &a, &b, blocks, rounds);
-    let rounds = 20_000;
-    run(rounds / 10)?;
-    let mut best = 0f64;
-    for _ in 0..5 {
-        let (_, milliseconds) = run(rounds)?;
-        let flop = configuration.flop(rounds) * blocks as f64;
-        best = best.max(flop / milliseconds / 1e9);
-    }
-    Ok(best)
 }
 
 fn check_single(gpu: &Gpu, configuration: Single) -> Result<MatrixOutcome, GpuError> {
@@ -143,46 +119,6 @@ fn check_product(gpu: &Gpu, configuration: Product) -> Result<MatrixOutcome, Gpu
     };
     let extent = (columns as usize, inner as usize);
     Ok(judge("product", configuration.name(), &values, intact, extent, expected))
-}
-
-fn check_ceiling(gpu: &Gpu, configuration: Ceiling) -> Result<MatrixOutcome, GpuError> {
-    let (blocks, rounds) = (2, 3);
-    let inner = ceiling::INNER;
-    let a = Operand::random(configuration.element, configuration.rows(), inner, 1);
-    let b = Operand::random(configuration.element, ceiling::COLUMNS, inner, 2);
-    let ((values, intact), _) = launch_ceiling(gpu, configuration, &a, &b, blocks, rounds)?;
-    let times = (rounds * configuration.unroll) as f64;
-    let rows = configuration.rows() as usize;
-    let expected = |row: usize, column: usize| {
-        let pairs = (0..inner as usize).map(|i| (a.at(row % rows, i), b.at(column, i)));
-        let (sum, magnitude) = dot(pairs);
-        (sum * times, magnitude * times)
-    };
-    let extent = (ceiling::COLUMNS as usize, inner as usize * times as usize);
-    Ok(judge("ceiling", configuration.name(), &values, intact, extent, expected))
-}
-
-/// Runs the loop. Returns the result, whether the guard zones around it are intact, and the
-/// milliseconds it took.
-fn launch_ceiling(
-    gpu: &Gpu,
-    configuration: Ceiling,
-    a: &Operand,
-    b: &Operand,
-    blocks: u32,
-    rounds: u32,
-) -> Result<((Vec<f32>, bool), f64), GpuError> {
-    let kernel = gpu.compiled(&Configuration::Ceiling(configuration))?;
-    let (device_a, device_b) = (gpu.upload(&a.bytes)?, gpu.upload(&b.bytes)?);
-    let d = GuardedMatrix::new(gpu, (blocks * configuration.rows() * ceiling::COLUMNS) as usize)?;
-    let mut arguments = Arguments::new();
-    arguments
-        .push(a.map(&configuration.a_layout().tensor_box(2), &device_a)?)
-        .push(b.map(&configuration.b_layout().tensor_box(2), &device_b)?)
-        .push(d.address())
-        .push(rounds);
-    let milliseconds = gpu.time(|| Ok(kernel.launch(gpu.stream(), blocks, &arguments)?))?;
-    Ok((d.read(gpu)?, milliseconds))
 }
 
 /// A matrix of uniform numbers between -1 and 1, rounded to its element.

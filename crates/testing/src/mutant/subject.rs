@@ -97,7 +97,7 @@ fn mmas() -> [Mma; 5] {
     let causal = Mma { rules: Rules::CAUSAL, ..dense };
     [
         dense,
-        Mma { query_source: Source::Registers, ahead: 2, ..causal },
+        Mma { query_source: Source::Registers, ..causal },
         Mma { split: true, ..dense },
         Mma { rules: Rules::LOCAL, batch: Batch::Paged, warps: 4, ..dense },
         Mma { rules: listed(32), ..dense },

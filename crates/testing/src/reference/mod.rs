@@ -7,12 +7,14 @@
 
 mod backward;
 mod baseline;
+mod combine;
 mod exact;
 mod rule;
 
 pub use backward::{
     Gradients, HeadGradients, Heads, Noise, ResultGradients, gradients, gradients_baseline, saved,
 };
+pub use combine::{Combined, combined, vector};
 
 use std::collections::BTreeSet;
 

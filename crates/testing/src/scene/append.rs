@@ -15,7 +15,7 @@ use sim::Memory;
 
 use super::call::{Buffers, UNTOUCHED, dtype, out_of_bounds};
 use super::kernel::descale;
-use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode, round};
+use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers, round};
 use crate::rng::Rng;
 
 /// The extents of a cache and of the tokens that are appended to it.
@@ -268,8 +268,11 @@ impl Numbers {
     ) -> Self {
         let AppendSize { lengths, key_heads, capacity, heads, .. } = size;
         let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
-        let mut random = Random::new(5);
-        let mut numbers = |count: usize| random.numbers(append.element, count, 2.0);
+        let mut seeds = 5..;
+        let mut numbers = |count: usize| {
+            let seed = seeds.next().unwrap_or_default();
+            numbers(seed, append.element, count, 2.0)
+        };
         let new_k = numbers(new_rows * key_heads * dim);
         let new_v = numbers(new_rows * key_heads * value_dim);
         let cached = cache.batch * cache.length * key_heads;

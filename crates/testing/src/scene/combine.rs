@@ -9,7 +9,8 @@ use ptx::Element;
 use sim::{BufferId, Memory};
 
 use super::call::{Buffers, dtype};
-use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
+use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
+use crate::reference::{self, Combined};
 
 /// The factor by which the log-sum-exps of some rows are further apart than the others'.
 const SPREAD: f64 = 8.0;
@@ -47,12 +48,11 @@ impl Scene {
             .map_err(|error| refused(error.to_string()))?;
         let values = tensors.bind(launch, &program.parameters).map_err(refused)?;
 
-        let mut random = Random::new(7);
-        let partial = random.numbers(combine.partial, parts * rows * dim, 2.0);
+        let partial = numbers(7, combine.partial, parts * rows * dim, 2.0);
         // Every third part of a row saw nothing, and every fourth row saw nothing in any part; in
         // every fifth row the log-sum-exps of the parts are so far apart that exponentials
         // underflow.
-        let mut partial_lse = random.numbers(Element::F32, parts * rows, 20.0);
+        let mut partial_lse = numbers(8, Element::F32, parts * rows, 20.0);
         for (index, log_sum) in partial_lse.iter_mut().enumerate() {
             if (index % rows) % 5 == 2 {
                 *log_sum *= SPREAD;
@@ -73,72 +73,31 @@ impl Scene {
         let buffers: Buffers =
             buffers.into_iter().map(|(tensor, id)| (Source::Tensor(tensor), id)).collect();
         let step = KernelLaunch::bound(program, launch.blocks, &values, &buffers)?;
-        // Returns the index of a row, given in the order (batch, heads, queries), among the
-        // outputs.
-        let place = |row: usize| {
-            let (outer, query) = (row / queries, row % queries);
-            (outer / heads * queries + query) * heads + outer % heads
-        };
-        let parts_of = Parts { partial, partial_lse, rows, dim };
-        let results = parts_of.combined(combine.element, place, [output, lse]);
+        let parts_of: Vec<_> = partial.chunks(rows * dim).zip(partial_lse.chunks(rows)).collect();
+        let reference = reference::combined(problem.shape, &parts_of);
+        let results = expected(reference, combine.element, [output, lse]);
         let size = format!("batch {batch}, {queries} queries, {heads} heads, {parts} parts");
         let written_once = vec![output, lse];
         Ok(Scene { written_once, ..Scene::single_launch(step, memory, results, size) })
     }
 }
 
-/// Partial results, one part after the other.
-struct Parts {
-    partial: Vec<f64>,
-    partial_lse: Vec<f64>,
-    rows: usize,
-    dim: usize,
-}
-
-impl Parts {
-    /// Returns the exact combination. The tolerance of an output is its own rounding and that of
-    /// the weights.
-    fn combined(
-        &self,
-        element: Element,
-        place: impl Fn(usize) -> usize,
-        [output, lse]: [BufferId; 2],
-    ) -> Vec<Expected> {
-        let Parts { partial, partial_lse, rows, dim } = self;
-        let mut exact = vec![0.0; rows * dim];
-        let mut magnitude = exact.clone();
-        let mut exact_lse = vec![f64::NEG_INFINITY; *rows];
-        for row in 0..*rows {
-            let log_sums = || (row..partial_lse.len()).step_by(*rows).map(|at| partial_lse[at]);
-            let top = log_sums().fold(f64::NEG_INFINITY, f64::max);
-            if top == f64::NEG_INFINITY {
-                continue;
-            }
-            let sum: f64 = log_sums().map(|log_sum| (log_sum - top).exp()).sum();
-            exact_lse[row] = top + sum.ln();
-            let to = place(row) * dim;
-            for (part, log_sum) in log_sums().enumerate() {
-                let weight = (log_sum - top).exp() / sum;
-                for d in 0..*dim {
-                    let value = weight * partial[part * rows * dim + to + d];
-                    exact[to + d] += value;
-                    magnitude[to + d] += value.abs();
-                }
-            }
-        }
-        let unit = match element {
-            Element::F16 => 2f64.powi(-11),
-            Element::BF16 => 2f64.powi(-8),
-            _ => 0.0,
-        };
-        // Log-sum-exps of up to 20 are known to 24 bits, so that weights are known to 18 bits;
-        // larger ones to fewer.
-        let weights = 2f64.powi(-18) * SPREAD;
-        let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
-        let tolerance = tolerance.collect();
-        vec![
-            Expected { name: "output", buffer: output, element, exact, magnitude, tolerance },
-            Expected::within(20.0 * weights, "lse", lse, Element::F32, exact_lse),
-        ]
-    }
+/// Returns the results to expect. The tolerance of an output is its own rounding and that of the
+/// weights.
+fn expected(reference: Combined, element: Element, [output, lse]: [BufferId; 2]) -> Vec<Expected> {
+    let Combined { output: exact, magnitude, lse: exact_lse } = reference;
+    let unit = match element {
+        Element::F16 => 2f64.powi(-11),
+        Element::BF16 => 2f64.powi(-8),
+        _ => 0.0,
+    };
+    // Log-sum-exps of up to 20 are known to 24 bits, so that weights are known to 18 bits; larger
+    // ones to fewer.
+    let weights = 2f64.powi(-18) * SPREAD;
+    let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
+    let tolerance = tolerance.collect();
+    vec![
+        Expected { name: "output", buffer: output, element, exact, magnitude, tolerance },
+        Expected::within(20.0 * weights, "lse", lse, Element::F32, exact_lse),
+    ]
 }

@@ -1,19 +1,16 @@
-//! Scenes of the matrix kernels: one `wgmma`, pipelined products, and the ceiling loop.
+//! Scenes of the matrix kernels: one `wgmma` and pipelined products.
 
 use kernels::product::{self, Contiguous};
-use kernels::{Ceiling, Product, Single, ceiling};
+use kernels::{Product, Single};
 use ptx::{Element, TileLayout};
 
-use super::{Expected, KernelLaunch, Random, Scene, SceneError, encode};
+use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
 impl Scene {
     /// The rows and the inner (K) extent of a small product: neither is a whole number of tiles,
     /// and there are more steps than any configuration has stages.
     pub const PRODUCT: (u32, u32) = (100, 328);
-
-    /// The number of rounds of a small ceiling loop.
-    pub const CEILING_ROUNDS: u32 = 3;
 
     /// Creates a scene of one `wgmma`.
     pub fn single(configuration: Single) -> Result<Self, SceneError> {
@@ -22,7 +19,7 @@ impl Scene {
         let mut memory = Memory::new();
         let inputs = [("a", &a), ("b", &b)].map(|(name, it)| memory.input(name, it.bytes()));
         let output = memory.output("d", 4 * 64 * 64);
-        let expected = Expected::product(output, (64, 64, 16), 1, |row, column, inner| {
+        let expected = Expected::product(output, (64, 64, 16), |row, column, inner| {
             (a.at(row, inner), b.at(column, inner))
         });
         let buffers = [inputs[0], inputs[1], output];
@@ -55,7 +52,7 @@ impl Scene {
             Contiguous::Outer => matrix.at(inner, outer),
         };
         let extents = (rows as usize, columns as usize, inner as usize);
-        let expected = Expected::product(output, extents, 1, |row, column, inner| {
+        let expected = Expected::product(output, extents, |row, column, inner| {
             (at(&a, configuration.a, row, inner), at(&b, configuration.b, column, inner))
         });
         let step = KernelLaunch {
@@ -72,46 +69,18 @@ impl Scene {
         let size = format!("{rows} x {columns} x {inner}");
         Ok(Scene::single_launch(step, memory, vec![expected], size))
     }
-
-    /// Creates a scene of the ceiling loop with `rounds` rounds.
-    pub fn ceiling(configuration: Ceiling, rounds: u32) -> Result<Self, SceneError> {
-        let (element, rows) = (configuration.element, configuration.rows());
-        let a = Matrix::random(element, (rows, ceiling::INNER), 1);
-        let b = Matrix::random(element, (ceiling::COLUMNS, ceiling::INNER), 2);
-        let mut memory = Memory::new();
-        let a_map = a.map(&mut memory, "a", configuration.a_layout());
-        let b_map = b.map(&mut memory, "b", configuration.b_layout());
-        let output = memory.output("d", 4 * (rows * ceiling::COLUMNS) as usize);
-        let extents = (rows as usize, ceiling::COLUMNS as usize, ceiling::INNER as usize);
-        let times = (rounds * configuration.unroll) as usize;
-        let expected = Expected::product(output, extents, times, |row, column, inner| {
-            (a.at(row, inner), b.at(column, inner))
-        });
-        let step = KernelLaunch {
-            program: configuration.program()?,
-            grid: 1,
-            arguments: vec![
-                Argument::TensorMap(a_map),
-                Argument::TensorMap(b_map),
-                Argument::Address(output, 0),
-                Argument::U32(rounds),
-            ],
-        };
-        Ok(Scene::single_launch(step, memory, vec![expected], format!("{rounds} rounds")))
-    }
 }
 
 impl Expected {
-    /// Creates the expected result of a product of `rows` by `columns`, added up `times` times. The
-    /// tensor cores round toward zero each time they add 16 products, so the tolerance is, relative
-    /// to the sum of magnitudes, one unit in the last place for each such addition and three more.
+    /// Creates the expected result of a product of `rows` by `columns`. The tensor cores round toward
+    /// zero each time they add 16 products, so the tolerance is, relative to the sum of magnitudes,
+    /// one unit in the last place for each such addition and three more.
     fn product(
         buffer: BufferId,
         (rows, columns, inner): (usize, usize, usize),
-        times: usize,
         factors: impl Fn(usize, usize, usize) -> (f64, f64),
     ) -> Self {
-        let units = (times * inner).div_ceil(16) as f64 + 3.0;
+        let units = inner.div_ceil(16) as f64 + 3.0;
         let (mut exact, mut magnitude) = (Vec::new(), Vec::new());
         for row in 0..rows {
             for column in 0..columns {
@@ -121,8 +90,8 @@ impl Expected {
                     sum += a * b;
                     size += (a * b).abs();
                 }
-                exact.push(times as f64 * sum);
-                magnitude.push(times as f64 * size);
+                exact.push(sum);
+                magnitude.push(size);
             }
         }
         let tolerance = magnitude.iter().map(|size| size * units * f32::EPSILON as f64).collect();
@@ -141,7 +110,7 @@ struct Matrix {
 impl Matrix {
     fn random(element: Element, (rows, columns): (u32, u32), seed: u64) -> Self {
         let count = rows as usize * columns as usize;
-        let values = Random::new(seed).numbers(element, count, 1.0);
+        let values = numbers(seed, element, count, 1.0);
         Matrix { element, rows, columns, values }
     }
 

@@ -34,6 +34,7 @@ mod widen;
 
 use std::fmt;
 
+use flashcore::random::uniform;
 use kernels::{Batch, Configuration};
 use ptx::{Element, Int8, Program};
 
@@ -201,7 +202,6 @@ impl Scene {
                 let (rows, inner) = Scene::PRODUCT;
                 Scene::product(*product, rows, inner)
             }
-            Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
                 let before = it.before().unwrap_or(*kernel);
@@ -348,25 +348,10 @@ fn backward_launch(batch: Batch, index: usize) -> usize {
     index + usize::from(batch != Batch::Equal)
 }
 
-/// A deterministic generator of numbers between -1 and 1.
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    fn number(&mut self) -> f32 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-
-    /// Returns `count` numbers up to a magnitude, rounded to an element type.
-    fn numbers(&mut self, element: Element, count: usize, magnitude: f32) -> Vec<f64> {
-        (0..count).map(|_| round(element, (magnitude * self.number()) as f64)).collect()
-    }
+/// Returns `count` numbers up to a magnitude, determined by a seed and rounded to an element type.
+fn numbers(seed: u64, element: Element, count: usize, magnitude: f32) -> Vec<f64> {
+    let number = |index| f64::from(magnitude * uniform(seed, index));
+    (0..count as u64).map(|index| round(element, number(index))).collect()
 }
 
 /// Rounds a value to an element type.

@@ -4,7 +4,7 @@
 use cuda::{Cache, Error};
 use flashcore::gpu::{Gpu, GpuError};
 use flashcore::serving::Sequences;
-use flashcore::{Backend, DType, GpuBackend, Inputs, Output, Progress, Report, Tensor};
+use flashcore::{Backend, DType, GpuBackend, Inputs, Output, Report, Tensor};
 use flashcore_testing::check::{self, CheckedSequences, cases};
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
@@ -35,14 +35,6 @@ pub(crate) fn hopper() -> Option<Gpu> {
     fits.then_some(gpu)
 }
 
-/// A [`Progress`] that reports nothing.
-pub(crate) struct Silent;
-
-impl Progress for Silent {
-    fn begin(&self, _: u64) {}
-    fn advance(&self, _: u64) {}
-}
-
 /// The 16-bit types that the tensor cores multiply.
 pub(crate) const HALVES: [DType; 2] = [DType::F16, DType::BF16];
 
@@ -70,7 +62,7 @@ pub(crate) fn is_right_about_plain_problems(gpu: Gpu, kernel: &str) {
     let backends: [&dyn Backend; 1] = [&backend];
     for dtype in HALVES {
         let cases = cases::standard(dtype);
-        let checked = check::run_all(&backends, Some(kernel), &cases, &Silent);
+        let checked = check::run_all(&backends, Some(kernel), &cases, &());
         assert!(checked.len() > 80, "{}", checked.len());
         for it in checked {
             let outcome = it.outcome.unwrap_or_else(|error| panic!("{}: {error}", it.case));

@@ -1,6 +1,6 @@
 //! Differential tests of the kernels, from simple to complex: scalar attention, one `wgmma`,
-//! products, the ceiling loop, forward attention, attention with `mma.sync`, and the serving
-//! kernels (decode, prefill and its sequencer, append).
+//! products, forward attention, attention with `mma.sync`, and the serving kernels (decode, prefill
+//! and its sequencer, append).
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use flashcore::gpu::{Gpu, Kernel};
 use flashcore_testing::scene::{Call, Expected, Scene, decode};
 use kernels::decode::every_tuned as every_decode;
 use kernels::product::{Contiguous, Source};
-use kernels::{Batch, Ceiling, Configuration, MaskKind, Product, Rules, Scalar, Single, shipped};
+use kernels::{Batch, Configuration, MaskKind, Product, Rules, Scalar, Single, shipped};
 use ptx::{Capability, Element, Swizzle, Target};
 use rayon::prelude::*;
 
@@ -204,17 +204,6 @@ fn products() {
     let (rows, inner) = (200, 328);
     let scenes = configurations.into_iter().map(|it| Scene::product(it, rows, inner).unwrap());
     all_agree(&gpu, scenes.collect(), |_| Bound::ACCUMULATION);
-}
-
-#[test]
-fn ceiling() {
-    let Some(gpu) = hopper() else { return };
-    let configurations = [(1, 1), (4, 1), (4, 2)].map(|(unroll, warpgroups)| {
-        let element = if unroll == 1 { Element::F16 } else { Element::BF16 };
-        Ceiling { element, unroll, warpgroups }
-    });
-    let scenes = configurations.map(|it| Scene::ceiling(it, Scene::CEILING_ROUNDS).unwrap());
-    all_agree(&gpu, scenes.into(), |_| Bound::ACCUMULATION);
 }
 
 /// Every shipped configuration on its smallest problem, two of them with more tiles than thread

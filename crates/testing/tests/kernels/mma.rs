@@ -32,8 +32,8 @@ fn mma_is_attention() {
         // More queries than keys, so that some rows see no key.
         (causal, (1, [150, 40], [1, 1])),
         (small(), (1, [70, 101], [2, 1])),
-        (Mma { ahead: 2, ..causal }, (1, [150, 133], [2, 2])),
-        (Mma { row_tiles: 1, warps: 4, ahead: 2, ..causal }, (1, [200, 165], [2, 2])),
+        (causal, (1, [150, 133], [2, 2])),
+        (Mma { row_tiles: 1, warps: 4, ..causal }, (1, [200, 165], [2, 2])),
         (Mma { key_block: 64, ..registers }, (1, [65, 129], [1, 1])),
         (
             Mma { element: Element::F16, head_dim: 40, value_head_dim: 72, ..registers },
@@ -67,7 +67,7 @@ fn every(rules: Rules) -> Rules {
 #[test]
 fn mma_follows_rules() {
     let with = |rules| Mma { rules, ..small() };
-    let narrow = |rules| Mma { row_tiles: 1, warps: 4, ahead: 2, ..with(rules) };
+    let narrow = |rules| Mma { row_tiles: 1, warps: 4, ..with(rules) };
     for (mma, size) in [
         (with(Rules::LOCAL), (1, [130, 130], [2, 1])),
         (narrow(Rules::LOCAL), (1, [128, 257], [1, 1])),
@@ -112,7 +112,7 @@ fn mma_follows_rules() {
 fn mma_serves_ragged_batches() {
     let ragged = |rules| Mma { rules, batch: Batch::Ragged, ..small() };
     let paged = |rules| Mma { batch: Batch::Paged, ..ragged(rules) };
-    let narrow = |mma: Mma| Mma { row_tiles: 1, warps: 4, ahead: 2, key_block: 64, ..mma };
+    let narrow = |mma: Mma| Mma { row_tiles: 1, warps: 4, key_block: 64, ..mma };
     let size =
         Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(PlacementKind::PackedWithGaps);
     let entries = size.over(PlacementKind::Entries);

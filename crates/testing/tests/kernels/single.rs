@@ -1,8 +1,8 @@
-//! Scalar attention, a single `wgmma` and the ceiling loop in the simulator.
+//! Scalar attention and a single `wgmma` in the simulator.
 
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Scene};
-use kernels::{Ceiling, Configuration, MaskKind, Rules, Scalar, Single};
+use kernels::{Configuration, MaskKind, Rules, Scalar, Single};
 use ptx::{Element, Target};
 use sim::{Mode, Options, Policy};
 
@@ -39,18 +39,6 @@ fn one_wgmma_with_a_statement_missing() {
             }
         }
     }
-}
-
-#[test]
-fn ceiling() {
-    for (unroll, warpgroups) in [(1, 1), (1, 2)] {
-        let configuration = Ceiling { element: Element::BF16, unroll, warpgroups };
-        let scene = Scene::ceiling(configuration, 2).unwrap();
-        every_schedule(&scene, Mode::Values, 32);
-        every_schedule(&scene, Mode::Checked, 2);
-    }
-    let scene = Scene::ceiling(Ceiling::PLAIN, 2).unwrap();
-    every_schedule(&scene, Mode::Checked, 1);
 }
 
 #[test]

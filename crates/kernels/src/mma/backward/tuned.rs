@@ -9,7 +9,7 @@ use super::BackwardMma;
 use crate::attention::{Batch, Rules};
 
 /// A row of the table.
-struct Rule {
+struct TileRule {
     /// The widest queries and values that it serves.
     dim: u32,
     /// Whether it has registers to spare for score rules, head dimensions that are not multiples of
@@ -24,13 +24,13 @@ struct Rule {
 
 /// Narrow heads before wide ones, large tiles before small ones. The `dK` and `dV` accumulators of
 /// a thread take 128 registers at most: a warp has 32 keys by 64 columns of both.
-const RULES: &[Rule] = &[
-    Rule { dim: 128, spare: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
-    Rule { dim: 128, spare: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
-    Rule { dim: 256, spare: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
-    Rule { dim: 256, spare: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
+const RULES: &[TileRule] = &[
+    TileRule { dim: 128, spare: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
+    TileRule { dim: 128, spare: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
+    TileRule { dim: 256, spare: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
+    TileRule { dim: 256, spare: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
     // For the widest heads, where there is no room for a second query block in flight.
-    Rule { dim: 256, spare: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
+    TileRule { dim: 256, spare: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
 ];
 
 /// Returns the configuration for these tensors, or `None` if the kernel does not support them.
@@ -43,7 +43,7 @@ pub fn tuned_backward(
     deterministic: bool,
     batch: Batch,
 ) -> Option<BackwardMma> {
-    let configuration = |rule: &Rule| BackwardMma {
+    let configuration = |rule: &TileRule| BackwardMma {
         target,
         element,
         head_dim,
@@ -61,7 +61,8 @@ pub fn tuned_backward(
     };
     let whole = head_dim.is_multiple_of(64) && value_head_dim.is_multiple_of(64);
     let plain = whole && !rules.changes_scores() && !deterministic && batch == Batch::Equal;
-    let serves = |rule: &&Rule| head_dim.max(value_head_dim) <= rule.dim && (rule.spare || plain);
+    let serves =
+        |rule: &&TileRule| head_dim.max(value_head_dim) <= rule.dim && (rule.spare || plain);
     let mut all = RULES.iter().filter(serves).map(configuration);
     all.find(|configuration| configuration.fault().is_none())
 }

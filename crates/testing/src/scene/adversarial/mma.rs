@@ -44,7 +44,7 @@ pub(super) fn calls(it: &Mma) -> Vec<Call> {
         call([rows, 2 * block], [1, 1]),
         Call::new(kernel, 2, [rows + 5, 3 * block + 3], [4, 2]),
         Call::new(kernel, 2, [5, block - 3], [2, 2]),
-        call([rows, (it.ahead as usize + 2) * block - 1], [1, 1]),
+        call([rows, 3 * block - 1], [1, 1]),
     ];
     // Accumulation in f16 is not accurate enough for such scores.
     if it.accumulate == ptx::Element::F32 {
