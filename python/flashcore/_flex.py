@@ -417,18 +417,20 @@ _SYMBOLS = ("batch", "head", "query", "key")
 _STORED = {"bool": "bool", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
+def mask_rules(
+    attn_mask: Any, query: Any, key: Any, argument: str = "attn_mask", softcap: float | None = None
+) -> tuple[Any, ...]:
     """Converts a mask tensor to rules: booleans say which pairs are visible, numbers are added to
-    scores."""
+    scores, after a softcap if there is one. Errors call it by the name ``argument``."""
     shape = shape_of(attn_mask)
     if shape is None or not hasattr(attn_mask, "__dlpack__") or not hasattr(attn_mask, "__getitem__"):
-        raise TypeError(f"attn_mask is a {type(attn_mask)}, expected a tensor")
+        raise TypeError(f"{argument} is a {type(attn_mask)}, expected a tensor")
     if _flex_torch is not None:
-        _flex_torch.refuse_odd("attn_mask", attn_mask)
+        _flex_torch.refuse_odd(argument, attn_mask)
     stored = _STORED.get(str(attn_mask.dtype).removeprefix("torch."))
     if stored is None:
         expected = ", ".join(_STORED)
-        raise TypeError(f"attn_mask has element type {attn_mask.dtype}, expected one of {expected}")
+        raise TypeError(f"{argument} has element type {attn_mask.dtype}, expected one of {expected}")
     for name, tensor in (("query", query), ("key", key)):
         if len(shape_of(tensor) or ()) != 4:
             raise ValueError(
@@ -438,14 +440,14 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
     padded = (1,) * (4 - len(shape)) + tuple(shape)
     # Sizes may be those of PyTorch's compiler, which are not found in a tuple.
     if len(padded) != 4 or any(given != 1 and given != size for given, size in zip(padded, scores)):
-        raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
+        raise ValueError(f"{argument} has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
     if any(size == 0 for size in scores):
         return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):
         attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
-    rule: Any = _text(stored, several)
+    rule: Any = _text(argument, stored, several, softcap)
     if not is_compiling():
         rule = _rule(rule)
     return (rule, None, (attn_mask,), None) if stored == "bool" else (None, rule, (attn_mask,), None)
@@ -471,9 +473,20 @@ def causal_bias(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...] | None:
     return (rule if is_compiling() else _rule(rule), None, (), None)
 
 
-def _text(stored: str, several: tuple[bool, ...]) -> str:
+def softcap_rule(softcap: float) -> Any:
+    """Converts a softcap to the rule of scores that there are no numbers to add to."""
+    rule = f"(score softcap {_capped(softcap)})"
+    return rule if is_compiling() else _rule(rule)
+
+
+def _capped(softcap: float) -> str:
+    return f"(mul {softcap!r} (tanh (div score {softcap!r})))"
+
+
+def _text(name: str, stored: str, several: tuple[bool, ...], softcap: float | None) -> str:
     indices = [symbol for symbol, it in zip(_SYMBOLS, several) if it] or ["0"]
-    declared, load = f"(tensor attn_mask {stored} {len(indices)})", f"(load attn_mask {' '.join(indices)})"
+    declared, load = f"(tensor {name} {stored} {len(indices)})", f"(load {name} {' '.join(indices)})"
     if stored == "bool":
-        return f"(mask attn_mask {declared} {load})"
-    return f"(score attn_mask {declared} (add score {load}))"
+        return f"(mask {name} {declared} {load})"
+    score = _capped(float(softcap)) if softcap else "score"
+    return f"(score {name} {declared} (add {score} {load}))"
