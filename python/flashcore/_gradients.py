@@ -92,6 +92,12 @@ def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
     return bool(causal and function == _HEADS_FIRST and k.shape[2] > q.shape[2])
 
 
+def with_gradients(out: Any, lse: Any, dout: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns what :func:`run` takes as ``saved``: output, log-sum-exps and the gradients of both. That of an output
+    which is in no loss is zero; that of log-sum-exps stays None, which costs nothing."""
+    return out, lse, torch.zeros_like(out) if dout is None else dout, dlse
+
+
 def backward(
     saved: tuple[Any, Any, Any, Any],
     tensors: tuple[Any, ...],
@@ -114,12 +120,11 @@ def run(
     tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
     function: str,
-    saved: tuple[Any, ...],
+    saved: tuple[Any, Any, Any, Any],
     gradients: tuple[Any, ...],
     deterministic: bool,
 ) -> None:
-    """Writes the gradients; they are zero if q, k or v is empty. ``saved`` holds the output, the log-sum-exps, and
-    the gradients of both, of which the last may be missing or None."""
+    """Writes the gradients; they are zero if q, k or v is empty. ``saved`` is what :func:`with_gradients` returns."""
     if not _flashcore.attend_backward(tensors, numbers, function, saved, gradients, deterministic):
         for gradient in gradients:
             if gradient is not None:
@@ -162,7 +167,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         if not any(needed):
             return NONE[:6]
         q, k, v, out, lse, *lists = ctx.saved_tensors
-        saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        saved = with_gradients(out, lse, dout, dlse)
         plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
         if plain and not _hides_keys(q, k, numbers[1], function):
             tensors = (q, k, v)
@@ -202,7 +207,7 @@ record: Any = super(torch.autograd.Function, Attention).apply
 unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 
-def _by_operator(saved: tuple[Any, ...], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
+def _by_operator(saved: tuple[Any, Any, Any, Any], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
     """Computes gradients by the operator ``attention_backward``; None for those not needed."""
     out, lse, dout, dlse = saved
     found = iter(operators.attention_backward(dout, *tensors, out, lse, dlse, *call, list(needed)))
@@ -257,7 +262,7 @@ def differentiate(ctx: Any, dout: Any, dlse: Any = None) -> Any:
     if lse is None:
         # The operator without log-sum-exps was called, so none were saved.
         _, lse = operators.attention_with_lse.all(q, k, v, *call)
-    saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    saved = with_gradients(out, lse, dout, dlse)
     gradients = _by_operator(saved, (q, k, v), call, needed)
     answer[:3] = gradients[:3]
     if len(needs) > sinks:

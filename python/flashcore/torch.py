@@ -126,7 +126,7 @@ def heads_first_backward(
         (q, k, v),
         _numbers(scale, is_causal),
         function,
-        (o, logsumexp, do),
+        (o, logsumexp, do, None),
         (dq, dk, dv, None),
         torch.are_deterministic_algorithms_enabled(),
     )
