@@ -110,10 +110,23 @@ def backward(
     """Computes the gradients of q, k, v, packed as these were given, and of sinks; None for those
     not needed. ``saved`` is as for :func:`run`."""
     separate = parts(*tensors)
+    if lists[SINKS] is not None and separate[1].numel() == 0:
+        return _without_keys(saved, (*tensors, lists[SINKS]), needed)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     into = (*parts(*gradients[:3]), gradients[3])
     run((*separate, *lists), numbers, function, saved, into, deterministic)
     return [it if need else None for it, need in zip(gradients, needed)]
+
+
+def _without_keys(saved: tuple[Any, Any, Any, Any], tensors: tuple[Any, ...], needed: Any) -> list[Any]:
+    """Gradients where there are no keys. The log-sum-exp of a row is its sink then, and its output is zero."""
+    gradients = [None if it is None or not need else torch.zeros_like(it) for it, need in zip(tensors, needed)]
+    _, lse, _, dlse = saved
+    if needed[3] and dlse is not None:
+        # Rows that belong to no sequence have no sink either.
+        rows = torch.where(lse == -torch.inf, 0.0, dlse)
+        gradients[3] = rows.sum([at for at in range(rows.dim()) if at != rows.dim() - 2])
+    return gradients
 
 
 def run(
