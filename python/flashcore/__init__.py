@@ -192,7 +192,7 @@ def flash_attn_func(
     Returns:
         The output, (batch, queries, heads, value head dim), in the element type of ``q``, or bfloat16 if ``q``
         has 8 bits. With ``return_attn_probs`` a tuple ``(out, softmax_lse, None)``, in which ``softmax_lse`` is
-        the log-sum-exp of each row of scores, (batch, heads, queries) in float32, without a gradient.
+        the log-sum-exp of each row of scores, (batch, heads, queries) in float32, which has a gradient too.
 
     Raises:
         TypeError: If an argument is not a tensor, or has an unsupported element type.
