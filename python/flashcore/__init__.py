@@ -42,7 +42,16 @@ from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
-from ._flex import AuxOutput, BlockMask, and_masks, create_block_mask, create_mask, flex_attention, or_masks
+from ._flex import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+    or_masks,
+)
 from ._flex import attend as _attend_with_rules
 from ._flex import causal_bias as _causal_bias
 from ._flex import has_groups as _has_groups
@@ -67,6 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuxOutput",
+    "AuxRequest",
     "BlockMask",
     "and_masks",
     "create_block_mask",
