@@ -225,8 +225,8 @@ def attention(
     rows_of_tokens = attention_mask is None or _is_padding(attention_mask, query)
     if position_bias is not None or not rows_of_tokens:
         if cu_seq_lens_q is not None:
-            given = "attention_mask of all queries and keys" if position_bias is None else "position_bias"
-            raise NotImplementedError(f"cu_seq_lens_q was given with a {given}, expected None")
+            given = "an attention_mask of pairs" if position_bias is None else "position_bias"
+            raise NotImplementedError(f"cu_seq_lens_q was given together with {given}, expected None")
         if dropout:
             raise refusal("dropout", dropout, 0.0)
         if rows_of_tokens:
@@ -313,6 +313,12 @@ def paged(
             raise refusal(name, given, None)
     if _chunk(module) is not None:
         raise NotImplementedError(f"layer_types has {CHUNKED!r}, expected layers without chunks in continuous batching")
+    if hasattr(module, "config") and not _supports_rows(module.config):
+        # Its masks, which are not looked at here, may say more.
+        raise NotImplementedError(
+            f"model_type={getattr(module.config, 'model_type', None)!r} is not supported in continuous batching, "
+            "expected a model that supports FlashAttention"
+        )
     if not _is_causal(module, None):
         raise NotImplementedError("is_causal=False is not supported in continuous batching, expected True")
     keys, values = cache.update(

@@ -433,11 +433,11 @@ REFUSED = {
     ),
     "sequences with a bias": (
         {"cu_seq_lens_q": torch.tensor([0, 6]), "position_bias": torch.zeros(1, 2, 3, 3)},
-        NotImplementedError, "cu_seq_lens_q was given with a position_bias",
+        NotImplementedError, "cu_seq_lens_q was given together with position_bias",
     ),
     "sequences with a mask": (
         {"cu_seq_lens_q": torch.tensor([0, 6]), "attention_mask": torch.ones(1, 1, 3, 3)},
-        NotImplementedError, "cu_seq_lens_q was given with a attention_mask",
+        NotImplementedError, "cu_seq_lens_q was given together with an attention_mask",
     ),
     "numbers for padding": ({"attention_mask": torch.zeros(2, 3)}, ValueError, r"attention_mask is \[2, 3\] of .*float"),
     "another batch": ({"attention_mask": torch.ones(3, 3).bool()}, ValueError, r"attention_mask is \[3, 3\]"),
@@ -458,17 +458,18 @@ def test_what_is_not_served_is_refused_by_name(what):
         flashcore.transformers.attention(torch.nn.Module(), q, q, q, **{"attention_mask": None, **say})
 
 
-@pytest.mark.parametrize("name", ["block_table", "position_bias", "indices", "layer_types", "is_causal"])
+@pytest.mark.parametrize("name", ["block_table", "position_bias", "indices", "layer_types", "is_causal", "model_type"])
 def test_continuous_batching_refuses_by_name(name):
     layer, rows = torch.nn.Module(), torch.randn(1, 2, 3, 8)
     layer.layer_idx, say = 0, {name: torch.zeros(1)}
-    if name in ("layer_types", "is_causal"):
-        of = (
-            {"layer_types": ["chunked_attention"], "attention_chunk_size": 4}
-            if name == "layer_types"
-            else {name: False}
-        )
-        layer.config, say = types.SimpleNamespace(**of), {}
+    configs = {
+        "layer_types": types.SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=4),
+        "is_causal": types.SimpleNamespace(is_causal=False),
+        # One that changes its masks.
+        "model_type": transformers.DogeConfig(),
+    }
+    if name in configs:
+        layer.config, say = configs[name], {}
     batch = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "read_index", "write_index")
     with pytest.raises(NotImplementedError, match=name):
         flashcore.transformers.paged(layer, rows, rows, rows, None, **dict.fromkeys(batch), **say)
