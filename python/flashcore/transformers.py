@@ -282,6 +282,7 @@ def paged(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     s_aux: Any = None,
     block_table: Any = None,
     position_bias: Any = None,
@@ -301,6 +302,7 @@ def paged(
             lengths; those of keys may be a dictionary by the kind of layer.
         read_index, write_index: Passed to ``cache.update``.
         scaling, dropout, sliding_window, softcap, s_aux: As in :func:`attention`.
+        is_causal: Must not be False, nor may that of the layer.
         block_table, position_bias: Must be None.
         others: As in :func:`attention`.
 
@@ -319,7 +321,7 @@ def paged(
             f"model_type={getattr(module.config, 'model_type', None)!r} is not supported in continuous batching, "
             "expected a model that supports FlashAttention"
         )
-    if not _is_causal(module, None):
+    if not _is_causal(module, is_causal):
         raise NotImplementedError("is_causal=False is not supported in continuous batching, expected True")
     keys, values = cache.update(
         key_states=key,
@@ -360,11 +362,8 @@ def _refuse_unserved(others: dict[str, Any]) -> None:
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:
-    """Whether a layer is causal: what the call says, or else the layer, unless its model is made bidirectional."""
-    if given is not None:
-        return bool(given)
-    of_model = getattr(getattr(module, "config", None), "is_causal", None)
-    return bool(getattr(module, "is_causal", True)) and of_model is not False
+    """Whether a layer is causal: what the call says, or else the layer."""
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _chunk(module: Any) -> int | None:

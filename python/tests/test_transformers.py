@@ -461,10 +461,9 @@ def test_what_is_not_served_is_refused_by_name(what):
 @pytest.mark.parametrize("name", ["block_table", "position_bias", "indices", "layer_types", "is_causal", "model_type"])
 def test_continuous_batching_refuses_by_name(name):
     layer, rows = torch.nn.Module(), torch.randn(1, 2, 3, 8)
-    layer.layer_idx, say = 0, {name: torch.zeros(1)}
+    layer.layer_idx, say = 0, {name: False if name == "is_causal" else torch.zeros(1)}
     configs = {
         "layer_types": types.SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=4),
-        "is_causal": types.SimpleNamespace(is_causal=False),
         # One that changes its masks.
         "model_type": transformers.DogeConfig(),
     }
