@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace, rank: int) -> tuple[dict[str, float],
 
     def step() -> None:
         _, _, saved = _attention.forward(*tensors, call)
-        _attention.backward(dout, saved, call)
+        _attention.backward(dout, None, saved, call)
 
     for _ in range(2):
         step()

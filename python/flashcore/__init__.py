@@ -42,7 +42,16 @@ from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
-from ._flex import AuxOutput, BlockMask, and_masks, create_block_mask, create_mask, flex_attention, or_masks
+from ._flex import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+    or_masks,
+)
 from ._flex import attend as _attend_with_rules
 from ._flex import causal_bias as _causal_bias
 from ._flex import has_groups as _has_groups
@@ -67,6 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuxOutput",
+    "AuxRequest",
     "BlockMask",
     "and_masks",
     "create_block_mask",
@@ -192,7 +202,7 @@ def flash_attn_func(
     Returns:
         The output, (batch, queries, heads, value head dim), in the element type of ``q``, or bfloat16 if ``q``
         has 8 bits. With ``return_attn_probs`` a tuple ``(out, softmax_lse, None)``, in which ``softmax_lse`` is
-        the log-sum-exp of each row of scores, (batch, heads, queries) in float32, without a gradient.
+        the log-sum-exp of each row of scores, (batch, heads, queries) in float32, which has a gradient too.
 
     Raises:
         TypeError: If an argument is not a tensor, or has an unsupported element type.

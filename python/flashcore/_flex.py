@@ -10,7 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from . import _arrays, _copies, _flashcore, _patterns
-from ._arguments import flag, refusal, shape_of, whole
+from ._arguments import flag, refusal, shape_of, shown, whole
 from ._serving import is_compiling
 from ._trace import check_arguments, trace
 
@@ -24,11 +24,18 @@ except ModuleNotFoundError as error:
 NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
+class AuxRequest(NamedTuple):
+    """What :func:`flex_attention` is asked for beside the output, as ``return_aux``. PyTorch's own will do too."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
 class AuxOutput(NamedTuple):
     """What :func:`flex_attention` gives beside the output, where ``return_aux`` asks for it."""
 
-    lse: Any
-    max_scores: Any
+    lse: Any = None
+    max_scores: Any = None
 
 
 def flex_attention(
@@ -57,7 +64,8 @@ def flex_attention(
         scale: ``1 / sqrt(head dim)`` unless given.
         return_lse: Return ``(out, lse)``.
         kernel_options: Not needed, and not looked at: hints for PyTorch's own kernels.
-        return_aux: PyTorch's ``AuxRequest``: return ``(out, aux)``, with ``aux.lse`` where it asks for it.
+        return_aux: An :class:`AuxRequest`: return ``(out, aux)``, with ``aux.lse`` where it asks for it. Not together
+            with ``return_lse``.
 
     Returns:
         (batch, heads, queries, value head dim) in the element type of ``query``; with ``return_lse`` also
@@ -69,7 +77,9 @@ def flex_attention(
         return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux=return_aux)
     if return_aux is not None:
         if not hasattr(return_aux, "lse"):
-            raise TypeError(f"return_aux is a {type(return_aux)}, expected PyTorch's AuxRequest")
+            raise TypeError(f"return_aux is a {type(return_aux)}, expected an AuxRequest")
+        if return_lse:
+            raise ValueError("return_aux was given with return_lse=True, expected one of the two")
         if getattr(return_aux, "max_scores", False):
             raise refusal("return_aux.max_scores", True, False)
         wanted = bool(getattr(return_aux, "lse", False))
@@ -183,14 +193,26 @@ class BlockMask:
         size: tuple[int, int] = (128, 128),
         argument: str = "mask_mod",
     ) -> None:
-        self.mask_mod = mask_mod
         self.seq_lengths = lengths
         self.shape = (1 if B is None else B, 1 if H is None else H, *lengths)
         # Kernels have blocks of their own: these are what is said of the mask by.
         self.BLOCK_SIZE = size
-        self._moved: tuple[Any, tuple[Any, ...]] | None = None
+        self._use(mask_mod, argument)
+
+    @property
+    def mask_mod(self) -> Any:
+        """The function; another one may take its place."""
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: Any) -> None:
+        self._use(mask_mod, "mask_mod")
+
+    def _use(self, mask_mod: Any, argument: str) -> None:
         rule, tensors = trace("mask", argument, mask_mod)
-        self.text = rule.text
+        self._mask_mod, self.text = mask_mod, rule.text
+        # What is known of the function before belongs to that one.
+        self._moved: tuple[Any, tuple[Any, ...]] | None = None
         self.blocks = _blocks(tensors)
 
     def rule(self) -> tuple[Any, tuple[Any, ...]]:
@@ -204,6 +226,24 @@ class BlockMask:
         mask._moved = (rule, tuple(tensor.to(device) for tensor in tensors))
         mask.blocks = _blocks(mask._moved[1])
         return mask
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The mask of some of its sequences and heads, by numbers and slices of both. Both dimensions stay, as in
+        PyTorch; the function stays too, and knows of which sequences and heads it is asked."""
+        given = index if isinstance(index, tuple) else (index,)
+        if any(not isinstance(it, slice) or it != slice(None) for it in given[2:]):
+            raise NotImplementedError("block_mask[...] chooses queries, expected sequences and heads alone")
+        whole = (slice(None),) * 2
+        batch, heads = (_chosen(it, size) for it, size in zip((*given[:2], *whole[len(given) :]), self.shape))
+        of, (sequences, of_heads) = self.mask_mod, self.shape[:2]
+
+        def part(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return of(_at(batch, b, sequences), _at(heads, h, of_heads), q_idx, kv_idx)
+
+        mask = BlockMask(part, len(batch), len(heads), self.seq_lengths, self.BLOCK_SIZE)
+        if self._moved is None or not self._moved[1]:
+            return mask
+        return mask.to(self._moved[1][0].device)
 
     def numel(self) -> int:
         """Pairs of queries and keys, of all sequences and heads that it was made for."""
@@ -318,6 +358,24 @@ class BlockMask:
                 raise ValueError(f"block_mask is for {name}={has}, expected {name}={size} or None")
 
 
+def _chosen(index: Any, size: int) -> range:
+    """Which of so many sequences or heads an index means."""
+    if isinstance(index, slice):
+        return range(*index.indices(size))
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise NotImplementedError(f"block_mask[...] has {shown(index)}, expected numbers and slices")
+    if not -size <= index < size:
+        raise IndexError(f"block_mask[...] has index {index}, expected one from {-size} to {size - 1}")
+    return range(index % size, index % size + 1)
+
+
+def _at(chosen: range, number: Any, size: int) -> Any:
+    """Which sequence or head of the whole mask is one of those that were chosen. One alone is there for all."""
+    if chosen == range(size):
+        return number
+    return number * 0 + chosen[0] if len(chosen) == 1 else number * chosen.step + chosen.start
+
+
 def create_block_mask(
     mask_mod: Any,
     B: int | None,
@@ -417,18 +475,20 @@ _SYMBOLS = ("batch", "head", "query", "key")
 _STORED = {"bool": "bool", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
+def mask_rules(
+    attn_mask: Any, query: Any, key: Any, argument: str = "attn_mask", softcap: float | None = None
+) -> tuple[Any, ...]:
     """Converts a mask tensor to rules: booleans say which pairs are visible, numbers are added to
-    scores."""
+    scores, after a softcap if there is one. Errors call it by the name ``argument``."""
     shape = shape_of(attn_mask)
     if shape is None or not hasattr(attn_mask, "__dlpack__") or not hasattr(attn_mask, "__getitem__"):
-        raise TypeError(f"attn_mask is a {type(attn_mask)}, expected a tensor")
+        raise TypeError(f"{argument} is a {type(attn_mask)}, expected a tensor")
     if _flex_torch is not None:
-        _flex_torch.refuse_odd("attn_mask", attn_mask)
+        _flex_torch.refuse_odd(argument, attn_mask)
     stored = _STORED.get(str(attn_mask.dtype).removeprefix("torch."))
     if stored is None:
         expected = ", ".join(_STORED)
-        raise TypeError(f"attn_mask has element type {attn_mask.dtype}, expected one of {expected}")
+        raise TypeError(f"{argument} has element type {attn_mask.dtype}, expected one of {expected}")
     for name, tensor in (("query", query), ("key", key)):
         if len(shape_of(tensor) or ()) != 4:
             raise ValueError(
@@ -438,14 +498,14 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
     padded = (1,) * (4 - len(shape)) + tuple(shape)
     # Sizes may be those of PyTorch's compiler, which are not found in a tuple.
     if len(padded) != 4 or any(given != 1 and given != size for given, size in zip(padded, scores)):
-        raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
+        raise ValueError(f"{argument} has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
     if any(size == 0 for size in scores):
         return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):
         attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
-    rule: Any = _text(stored, several)
+    rule: Any = _text(argument, stored, several, softcap)
     if not is_compiling():
         rule = _rule(rule)
     return (rule, None, (attn_mask,), None) if stored == "bool" else (None, rule, (attn_mask,), None)
@@ -471,9 +531,20 @@ def causal_bias(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...] | None:
     return (rule if is_compiling() else _rule(rule), None, (), None)
 
 
-def _text(stored: str, several: tuple[bool, ...]) -> str:
+def softcap_rule(softcap: float) -> Any:
+    """Converts a softcap to the rule of scores that there are no numbers to add to."""
+    rule = f"(score softcap {_capped(softcap)})"
+    return rule if is_compiling() else _rule(rule)
+
+
+def _capped(softcap: float) -> str:
+    return f"(mul {softcap!r} (tanh (div score {softcap!r})))"
+
+
+def _text(name: str, stored: str, several: tuple[bool, ...], softcap: float | None) -> str:
     indices = [symbol for symbol, it in zip(_SYMBOLS, several) if it] or ["0"]
-    declared, load = f"(tensor attn_mask {stored} {len(indices)})", f"(load attn_mask {' '.join(indices)})"
+    declared, load = f"(tensor {name} {stored} {len(indices)})", f"(load {name} {' '.join(indices)})"
     if stored == "bool":
-        return f"(mask attn_mask {declared} {load})"
-    return f"(score attn_mask {declared} (add score {load}))"
+        return f"(mask {name} {declared} {load})"
+    score = _capped(float(softcap)) if softcap else "score"
+    return f"(score {name} {declared} (add {score} {load}))"

@@ -15,7 +15,7 @@ import torch
 
 from . import _captured, _flashcore, _torch
 from ._arguments import shown
-from ._gradients import NAMESPACE, operators
+from ._gradients import NAMESPACE, operators, with_gradients
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function, int blocks"
 _torch._library.define(
@@ -209,7 +209,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
     wanted = list(ctx.needs_input_grad[6])
     scale, mask, score, function, blocks, deterministic = ctx.call
     if dout is not None or dlse is not None:
-        dout = torch.zeros_like(out) if dout is None else dout
+        _, _, dout, _ = with_gradients(out, lse, dout, dlse)
         if any(ctx.needs_input_grad[:3]):
             gradients = operators.attention_with_rules_backward(
                 dout, q, k, v, out, lse, dlse, scale, mask, score, captured, function, blocks, deterministic

@@ -92,6 +92,12 @@ def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
     return bool(causal and function == _HEADS_FIRST and k.shape[2] > q.shape[2])
 
 
+def with_gradients(out: Any, lse: Any, dout: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns what :func:`run` takes as ``saved``: output, log-sum-exps and the gradients of both. That of an output
+    which is in no loss is zero; that of log-sum-exps stays None, which costs nothing."""
+    return out, lse, torch.zeros_like(out) if dout is None else dout, dlse
+
+
 def backward(
     saved: tuple[Any, Any, Any, Any],
     tensors: tuple[Any, ...],
@@ -104,22 +110,34 @@ def backward(
     """Computes the gradients of q, k, v, packed as these were given, and of sinks; None for those
     not needed. ``saved`` is as for :func:`run`."""
     separate = parts(*tensors)
+    if lists[SINKS] is not None and separate[1].numel() == 0:
+        return _without_keys(saved, (*tensors, lists[SINKS]), needed)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     into = (*parts(*gradients[:3]), gradients[3])
     run((*separate, *lists), numbers, function, saved, into, deterministic)
     return [it if need else None for it, need in zip(gradients, needed)]
 
 
+def _without_keys(saved: tuple[Any, Any, Any, Any], tensors: tuple[Any, ...], needed: Any) -> list[Any]:
+    """Gradients where there are no keys. The log-sum-exp of a row is its sink then, and its output is zero."""
+    gradients = [None if it is None or not need else torch.zeros_like(it) for it, need in zip(tensors, needed)]
+    _, lse, _, dlse = saved
+    if needed[3] and dlse is not None:
+        # Rows that belong to no sequence have no sink either.
+        rows = torch.where(lse == -torch.inf, 0.0, dlse)
+        gradients[3] = rows.sum([at for at in range(rows.dim()) if at != rows.dim() - 2])
+    return gradients
+
+
 def run(
     tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
     function: str,
-    saved: tuple[Any, ...],
+    saved: tuple[Any, Any, Any, Any],
     gradients: tuple[Any, ...],
     deterministic: bool,
 ) -> None:
-    """Writes the gradients; they are zero if q, k or v is empty. ``saved`` holds the output, the log-sum-exps, and
-    the gradients of both, of which the last may be missing or None."""
+    """Writes the gradients; they are zero if q, k or v is empty. ``saved`` is what :func:`with_gradients` returns."""
     if not _flashcore.attend_backward(tensors, numbers, function, saved, gradients, deterministic):
         for gradient in gradients:
             if gradient is not None:
@@ -162,7 +180,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         if not any(needed):
             return NONE[:6]
         q, k, v, out, lse, *lists = ctx.saved_tensors
-        saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        saved = with_gradients(out, lse, dout, dlse)
         plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
         if plain and not _hides_keys(q, k, numbers[1], function):
             tensors = (q, k, v)
@@ -202,7 +220,7 @@ record: Any = super(torch.autograd.Function, Attention).apply
 unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 
-def _by_operator(saved: tuple[Any, ...], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
+def _by_operator(saved: tuple[Any, Any, Any, Any], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
     """Computes gradients by the operator ``attention_backward``; None for those not needed."""
     out, lse, dout, dlse = saved
     found = iter(operators.attention_backward(dout, *tensors, out, lse, dlse, *call, list(needed)))
@@ -257,7 +275,7 @@ def differentiate(ctx: Any, dout: Any, dlse: Any = None) -> Any:
     if lse is None:
         # The operator without log-sum-exps was called, so none were saved.
         _, lse = operators.attention_with_lse.all(q, k, v, *call)
-    saved = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    saved = with_gradients(out, lse, dout, dlse)
     gradients = _by_operator(saved, (q, k, v), call, needed)
     answer[:3] = gradients[:3]
     if len(needs) > sinks:

@@ -92,8 +92,8 @@ def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
     if any(given[at].size == 0 for at in (0, 1, 2)):
         found: Any = [jnp.zeros_like(given[at]) for at in wanted]
         if call.lse and _SINKS in call.places:
-            # The log-sum-exp of a row without keys is its sink.
-            of_sums = cotangents[1]
+            # The log-sum-exp of a row without keys is its sink, unless it belongs to no sequence.
+            of_sums = jnp.where(sums == -jnp.inf, 0.0, cotangents[1])
             found[-1] = of_sums.sum([at for at in range(of_sums.ndim) if at != of_sums.ndim - 2])
     else:
         found = _once(call, _BACKWARD, *arrays, out, sums, *cotangents)

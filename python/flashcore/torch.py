@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import _flashcore, _gradients
-from ._arguments import refuse
+from ._arguments import refusal, refuse
 
 NAME = "flashcore"
 
@@ -126,7 +126,7 @@ def heads_first_backward(
         (q, k, v),
         _numbers(scale, is_causal),
         function,
-        (o, logsumexp, do),
+        (o, logsumexp, do, None),
         (dq, dk, dv, None),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -150,13 +150,21 @@ def rows(
     window_size_right: int | None = None,
     seqused_k: Any = None,
     alibi_slopes: Any = None,
+    num_splits: int | None = None,
+    **others: Any,
 ) -> Any:
     """Implements ``aten::_flash_attention_forward``.
 
     Tensors are (batch, length, heads, head dim), or (rows, heads, head dim) with cumulative lengths in int32. Returns
     what the operator returns: output, log-sum-exps, unused random state and an empty mask.
+
+    PyTorch's next versions add arguments, such as ``block_table``. ``num_splits`` is a hint, and the others are refused
+    unless they are None.
     """
     _refuse(dropout_p, return_debug_mask)
+    for name, given in others.items():
+        if given is not None:
+            raise refusal(name, given, None)
     tensors = (query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, None, None, None, alibi_slopes)
     numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
     out, lse = _flashcore.attend(tensors, numbers, "flash_attn_varlen_func", True, "dispatcher")

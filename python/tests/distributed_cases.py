@@ -42,9 +42,10 @@ def starts(lengths):
     return [0, *itertools.accumulate(lengths)]
 
 
-def whole(length, given, rules):
+def whole(length, given, rules, dlse=None):
     """Output, log-sum-exps and gradients by one process."""
     *leaves, dout = given
+    dlse = of_sums(dout) if dlse is None else dlse
     leaves = [it.clone().requires_grad_() for it in leaves]
     if isinstance(length, int):
         out, lse, _ = flash_attn_func(*leaves, **rules, return_attn_probs=True)
@@ -54,8 +55,13 @@ def whole(length, given, rules):
         out, lse = flash_attn_varlen_func(
             *leaves, lists, lists, max_seqlen_q=most, max_seqlen_k=most, **rules, return_attn_probs=True
         )[:2]
-    out.backward(dout)
-    return [out.detach(), *(it.grad for it in leaves)], lse
+    torch.autograd.backward((out, lse), (dout, dlse))
+    return [out.detach(), *(it.grad for it in leaves)], lse.detach()
+
+
+def of_sums(dout):
+    """A gradient of log-sum-exps, made of that of the output so that rows that are shared out have theirs."""
+    return dout.float().mean(-1).transpose(-1, -2)
 
 
 def layout(length):
@@ -69,8 +75,8 @@ def spread(group, variant, length, given, rules, order, nodes):
     leaves = [it.clone().requires_grad_() for it in leaves]
     where = {"order": order, "nodes": nodes, **layout(length)}
     out, lse = context_parallel_attention(*leaves, group, variant=variant, return_lse=True, **where, **rules)
-    out.backward(dout)
-    return [out.detach(), *(it.grad for it in leaves)], lse
+    torch.autograd.backward((out, lse), (dout, of_sums(dout)))
+    return [out.detach(), *(it.grad for it in leaves)], lse.detach()
 
 
 def spread_without_autograd(group, variant, length, given, rules, order, nodes):
@@ -83,7 +89,8 @@ def spread_without_autograd(group, variant, length, given, rules, order, nodes):
     *tensors, call = _prepared(*tensors, group, variant, mask, where, rest)
     packed = not isinstance(length, int)
     out, lse, saved = _attention.forward(*tensors, call)
-    gradients = _attention.backward(dout.unsqueeze(0) if packed else dout, saved, call)
+    dout = dout.unsqueeze(0) if packed else dout
+    gradients = _attention.backward(dout, of_sums(dout), saved, call)
     found = [out, *gradients]
     return ([it[0] for it in found], lse[0]) if packed else (found, lse)
 

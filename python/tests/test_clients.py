@@ -104,6 +104,18 @@ def test_operators_of_packed_rows_behind_the_switch():
         assert torch.equal(ours, theirs)
 
 
+def test_arguments_of_newer_versions_of_pytorch():
+    q, k, v = torch.randn(3, 5, 2, 16)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    call = (q, k, v, starts, starts, 3, 3, 0.0, True, False)
+    expected, *_ = flashcore.torch.rows(*call)
+    found, *_ = flashcore.torch.rows(*call, num_splits=4, block_table=None, out=None, k_cache=None)
+    assert found.equal(expected)
+    for name in ("block_table", "page_table", "k_cache", "out"):
+        with pytest.raises(NotImplementedError, match=f"{name}=.* expected None"):
+            flashcore.torch.rows(*call, **{name: starts})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.hardware

@@ -104,15 +104,41 @@ def a_rank_whose_output_nobody_uses_gives_its_part(group):
         out.backward(zero)
     else:
         out.backward(shard(dout, group))
+    dout = dout.masked_fill(rows_of_the_first(group)[..., None, None], 0)
+    expected, _ = distributed_cases.whole(45, (q, k, v, dout), {"causal": True}, torch.zeros(2, 8, 45))
+    for leaf, gradient in zip(leaves, expected[1:]):
+        distributed_cases.near("gradient", leaf.grad, shard(gradient, group), 2e-5)
+
+
+def a_rank_that_uses_one_of_two_results_gives_its_part(group):
+    q, k, v, dout = tensors(45, (8, 2))
+    dlse = distributed_cases.of_sums(dout)
+    first = rows_of_the_first(group)
+    for variant in ("ring", "all_to_all"):
+        for used in ("out", "lse"):
+            leaves = [shard(it, group).requires_grad_() for it in (q, k, v)]
+            out, lse = context_parallel_attention(
+                *leaves, group, variant=variant, causal=True, length=45, return_lse=True
+            )
+            own = shard(dlse.transpose(1, 2), group).transpose(1, 2)
+            results, gradients = {"out": out, "lse": lse}, {"out": shard(dout, group), "lse": own}
+            some = [used] if dist.get_rank(group) == 0 else ["out", "lse"]
+            torch.autograd.backward([results[name] for name in some], [gradients[name] for name in some])
+            whole_out = dout.masked_fill(first[..., None, None], 0) if used == "lse" else dout
+            whole_lse = dlse.masked_fill(first[:, None], 0) if used == "out" else dlse
+            expected, _ = distributed_cases.whole(45, (q, k, v, whole_out), {"causal": True}, whole_lse)
+            for leaf, gradient in zip(leaves, expected[1:]):
+                distributed_cases.near(f"{variant}, {used}", leaf.grad, shard(gradient, group), 2e-5)
+
+
+def rows_of_the_first(group):
+    """Which rows of two sequences of 45 the first rank owns."""
     first = torch.zeros(2, 45, dtype=torch.bool)
     for sequence, (begin, end) in plan_of(
         dist.get_world_size(group), 0, (45,), 2, (None, 0), "ring", 1, "zigzag", (8, 2, 16, 24, 4)
     ).distribution.pieces(0):
         first[:, begin:end] = True
-    dout = dout.masked_fill(first[..., None, None], 0)
-    expected, _ = distributed_cases.whole(45, (q, k, v, dout), {"causal": True})
-    for leaf, gradient in zip(leaves, expected[1:]):
-        distributed_cases.near("gradient", leaf.grad, shard(gradient, group), 2e-5)
+    return first
 
 
 def in_pages(cache, size, generator):
@@ -236,6 +262,7 @@ BODIES = (
     positions_are_those_of_own_rows,
     nobody_needs_to_have_anything,
     a_rank_whose_output_nobody_uses_gives_its_part,
+    a_rank_that_uses_one_of_two_results_gives_its_part,
     decoding_over_a_spread_cache,
     pytorchs_context_parallel_runs_on_our_operators,
 )
@@ -314,6 +341,8 @@ def test_threads_send_the_bytes_that_the_library_says():
                     # And log-sum-exps, which were asked for: of own heads, to the owners of rows.
                     (first, last), rows = plan.heads[plan.node][0], [plan.rows[it] for it in plan.peers]
                     expected += 4 * batch * (last - first) * (sum(rows) - rows[plan.node])
+                    # And their gradients: of own rows, to those who have the other heads.
+                    expected += 4 * batch * plan.rows[transport.rank] * (heads[0] - (last - first))
                 return transport.sent_bytes, expected
 
             for sent, expected in ranks.threads(work, 4):

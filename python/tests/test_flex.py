@@ -481,6 +481,15 @@ def test_other_arguments_are_refused_by_name():
             create_block_mask(lambda b, h, i, j: i >= j, **{"B": None, "H": None, "Q_LEN": 16, "KV_LEN": 16, **wrong})
     with pytest.raises(NotImplementedError, match="return_aux.max_scores"):
         flex_attention(q, k, v, return_aux=types.SimpleNamespace(lse=True, max_scores=True))
+    with pytest.raises(ValueError, match="return_aux was given with return_lse=True"):
+        flex_attention(q, k, v, return_lse=True, return_aux=flashcore.AuxRequest(lse=True))
+    block_mask = create_block_mask(causal, 2, None, 16, 16)
+    for index in ((slice(None), 0, 0), (slice(None), 0, slice(0, 1)), torch.tensor([0]), [0], None, True):
+        with pytest.raises(NotImplementedError, match=r"block_mask\[...\]"):
+            block_mask[index]
+    for index in (2, -3, (0, 1)):
+        with pytest.raises(IndexError, match=r"block_mask\[...\] has index"):
+            block_mask[index]
     with pytest.raises(TypeError, match="score_mod is a"):
         flex_attention(q, k, v, score_mod=3)
     with pytest.raises(TypeError, match="block_mask is a .*create_block_mask"):
@@ -507,6 +516,59 @@ def test_the_rest_of_the_signature(device):
     assert torch.equal(out, plain) and torch.equal(aux.lse, lse) and aux.max_scores is None
     out, aux = flex_attention(q, k, v, block_mask=block_mask, return_aux=types.SimpleNamespace(lse=False))
     assert torch.equal(out, plain) and aux.lse is None
+
+
+@DEVICES
+@pytest.mark.parametrize("moved", [False, True])
+def test_parts_of_a_mask(moved, device):
+    """Of some sequences and heads: what the whole says of these."""
+    generator = torch.Generator().manual_seed(0)
+    seen = (torch.rand(3, HEADS, QUERIES, KEYS, generator=generator) < 0.5).to("cpu" if moved else device)
+    whole = create_block_mask(lambda b, h, i, j: seen[b, h, i, j], 3, HEADS, QUERIES, KEYS, BLOCK_SIZE=16)
+    whole = whole.to(device) if moved else whole
+    q, k, v = tensors(device, batch=3)
+    for index in (0, 1, -1, slice(1, None), (slice(None, None, 2), 1), (0, slice(1, 3)), (2, -1, slice(None))):
+        part, chosen = whole[index], torch.arange(3 * HEADS).view(3, HEADS)
+        both = index if isinstance(index, tuple) else (index, slice(None))
+        both = [slice(it % size, it % size + 1) if isinstance(it, int) else it for it, size in zip(both, (3, HEADS))]
+        number = chosen[tuple(both)]
+        assert part.shape == (*number.shape, QUERIES, KEYS) and part.BLOCK_SIZE == whole.BLOCK_SIZE
+        given = [it[both[0]][:, both[1]] for it in (q, k, v)]
+        found = flex_attention(*given, block_mask=part)
+        everything = flex_attention(q, k, v, block_mask=whole)
+        assert torch.equal(found, everything[both[0]][:, both[1]])
+    # One sequence is what any number of them see.
+    (first,), rest = whole[1:2].shape[:1], whole[1:2, 0]
+    assert first == 1
+    ours = flex_attention(q, k, v, block_mask=rest)
+    alone = seen[1:2, :1].to(device).expand(3, HEADS, -1, -1)
+    torch.testing.assert_close(ours, scaled_dot_product_attention(q, k, v, attn_mask=alone), atol=1e-5, rtol=1e-5)
+    # A function of the caller's takes the place of the whole's, as PyTorch wants it.
+    rest.mask_mod = causal
+    torch.testing.assert_close(
+        flex_attention(q, k, v, block_mask=rest),
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, QUERIES, KEYS)),
+    )
+
+
+def test_parts_are_those_of_pytorch():
+    theirs = pytest.importorskip("torch.nn.attention.flex_attention")
+    seen = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)).lt(0.01)
+    rule = lambda b, h, i, j: seen[b, h, i, j]
+    sizes = (2, 3, 64, 64)
+    ours = create_block_mask(rule, *sizes, BLOCK_SIZE=16)
+    others = theirs.create_block_mask(rule, *sizes, device="cpu", BLOCK_SIZE=16)
+    for index in (1, slice(0, 1), (slice(None), 2), (-1, slice(1, None))):
+        assert torch.equal(ours[index].to_dense(), others[index].to_dense())
+
+
+@DEVICES
+def test_an_auxiliary_request(device):
+    q, k, v = tensors(device)
+    plain, lse = flex_attention(q, k, v, return_lse=True)
+    out, aux = flex_attention(q, k, v, return_aux=flashcore.AuxRequest(lse=True))
+    assert torch.equal(out, plain) and torch.equal(aux.lse, lse) and isinstance(aux, flashcore.AuxOutput)
+    assert flex_attention(q, k, v, return_aux=flashcore.AuxRequest())[1] == flashcore.AuxOutput()
 
 
 def test_what_a_mask_says_of_pairs_and_of_blocks():

@@ -494,12 +494,32 @@ def test_log_sum_exps_of_rows_without_keys(device):
     assert torch.equal(hidden, sinks.detach()[None, :, None].expand_as(hidden))
     (found,) = torch.autograd.grad(hidden.sum(), sinks)
     assert torch.equal(found, torch.full_like(sinks, 4.0))
-    with pytest.raises(
-        NotImplementedError, match="s_aux has no gradient by way of log-sum-exps where there are no keys"
-    ):
-        call(0)[1].sum().backward()
+    (found,) = torch.autograd.grad(call(0)[1].sum(), sinks)
+    assert torch.equal(found, torch.full_like(sinks, 6.0))
     call(0)[0].sum().backward()
     assert not sinks.grad.any()
+    # Of queries too, whether sinks need theirs or not.
+    for needed in (True, False):
+        sinks = sinks.detach().requires_grad_(needed)
+        rows = q.detach().requires_grad_()
+        sums = flash_attn_func(rows, k[:, :0], v[:, :0], s_aux=sinks, return_attn_probs=True)[1]
+        assert not torch.autograd.grad(sums.sum(), rows)[0].any()
+        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+        sums = compiled(rows, k[:, :0], v[:, :0], s_aux=sinks, return_attn_probs=True)[1]
+        assert not torch.autograd.grad(sums.sum(), rows)[0].any()
+
+
+@every_device
+def test_sinks_of_rows_that_belong_to_no_sequence(device):
+    """Have no gradient where there are no keys."""
+    q = random(5, 2, 64, device=device)
+    sinks = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
+    lists = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=device)
+    for begins, used in ((lists(0, 3), None), (lists(0, 5), lists(3))):
+        rest = {"seqused_q": used, "s_aux": sinks, "return_attn_probs": True}
+        sums = flash_attn_varlen_func(q, q[:0], q[:0], begins, lists(0, 0), 5, 0, **rest)[1]
+        (found,) = torch.autograd.grad(sums, sinks, torch.ones_like(sums))
+        assert torch.equal(found, torch.full_like(sinks, 3.0))
 
 
 @every_device

@@ -127,6 +127,19 @@ def test_log_sum_exps_have_gradients():
     close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
 
 
+def test_sinks_of_rows_that_belong_to_no_sequence():
+    """Have no gradient where there are no keys."""
+    q, sinks = random((5, 2, 8), (2,))
+    nothing = jnp.array([0, 0], jnp.int32)
+    for starts, used in (([0, 3], None), ([0, 5], [3])):
+        starts, used = jnp.array(starts, jnp.int32), None if used is None else jnp.array(used, jnp.int32)
+        rest = {"seqused_q": used, "return_attn_probs": True}
+        sums = lambda sinks: flash_attn_varlen_func(q, q[:0], q[:0], starts, nothing, 5, 0, s_aux=sinks, **rest)[1]  # noqa: B023, E731
+        _, pull = jax.vjp(sums, sinks)
+        (found,) = pull(jnp.ones((2, 5)))
+        assert found.tolist() == [3.0, 3.0]
+
+
 def test_packed_sequences():
     arrays = random((9, 2, 8), (9, 2, 8), (9, 2, 8))
     # A row of no sequence has no gradient.

@@ -88,7 +88,7 @@ def context_parallel_attention(
     Returns:
         The output of the rank's own rows, with the shape of ``q`` but the head dim of ``v``, in the element type
         of ``q``. With ``return_lse`` a tuple ``(out, softmax_lse)``; the log-sum-exps are (batch, heads, own rows),
-        or (heads, own rows) with ``cu_seqlens``, in float32.
+        or (heads, own rows) with ``cu_seqlens``, in float32, and have a gradient too.
 
     Raises:
         TypeError: If a tensor is not a PyTorch tensor, or has an unsupported element type or another device.

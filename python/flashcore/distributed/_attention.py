@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """The output, and if asked its log-sum-exps, which have no gradient."""
+    """The output, and if asked its log-sum-exps. Both have gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, call: Call) -> Any:
@@ -44,18 +44,15 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(*saved)
         ctx.call, ctx.shape = call, out.shape
         ctx.set_materialize_grads(False)
-        if not call.lse:
-            return out
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        return (out, lse) if call.lse else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         if dout is None:
             # Others have a gradient, and wait for this rank's part.
             dout = ctx.saved_tensors[0].new_zeros(ctx.shape)
-        return (*backward(dout, ctx.saved_tensors, ctx.call), None)
+        return (*backward(dout, dlse, ctx.saved_tensors, ctx.call), None)
 
 
 def forward(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -90,13 +87,19 @@ def _forward_steps(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     return parts.finish()
 
 
-def backward(dout: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any, Any]:
-    """Computes the gradients of the rank's queries, keys and values."""
+def backward(dout: Any, dlse: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any, Any]:
+    """Computes the gradients of the rank's queries, keys and values from those of its output and, unless it is None,
+    of its log-sum-exps."""
     q, k, v, out, lse = saved
     plan = call.plan
     if plan.nodes > 1:
+        if call.lse:
+            # Others wait for this rank's part of these too.
+            rows = dout.new_zeros(dout.shape[:3], dtype=torch.float32) if dlse is None else dlse.transpose(1, 2)
+            (rows,) = to_heads((rows.unsqueeze(-1),), call)
+            dlse = rows.squeeze(-1).transpose(1, 2)
         (dout,) = to_heads((dout,), call)
-    gradients = _backward_steps((q, k, v, out, lse, dout), call)
+    gradients = _backward_steps((q, k, v, out, lse, dout, dlse), call)
     if plan.nodes > 1:
         gradients = to_rows(gradients, call)
     dq, dk, dv = gradients
@@ -280,14 +283,15 @@ def _differentiate_launch(
 ) -> None:
     """Computes the gradients of a launch's keys, values and queries into the given memory. With the
     output and the log-sum-exps over all keys, they are parts of the whole gradients."""
-    (k, v), (dk, dv), (q, _, _, out, lse, dout) = keys, into, saved
+    (k, v), (dk, dv), (q, _, _, out, lse, dout, dlse) = keys, into, saved
     numbers = call.numbers(launch)
     if launch.single:
         begin, end = launch.queries[0]
         q, out, dout, lse = q[:, begin:end], out[:, begin:end], dout[:, begin:end], lse[:, :, begin:end]
+        dlse = None if dlse is None else dlse[:, :, begin:end]
         (part,) = dq.rows([(begin, end)])
         gradients = (part, dk, dv, None)
-        _gradients.run((q, k, v), numbers, "flash_attn_func", (out, lse, dout), gradients, call.deterministic)
+        _gradients.run((q, k, v), numbers, "flash_attn_func", (out, lse, dout, dlse), gradients, call.deterministic)
         return
     *lists, _ = launch.lists(q.device)
     # Rows of no sequence are not written.
@@ -295,5 +299,5 @@ def _differentiate_launch(
     _clear((part, dk, dv))
     gradients = (part[0], dk[0], dv[0], None)
     tensors = (q[0], k[0], v[0], *lists, *_gradients.NONE[len(lists) :])
-    saved = (out[0], lse[0], dout[0])
+    saved = (out[0], lse[0], dout[0], None if dlse is None else dlse[0])
     _gradients.run(tensors, numbers, "flash_attn_varlen_func", saved, gradients, call.deterministic)
