@@ -4,11 +4,13 @@ with them.
 A trace is kept by what the function is made of: its code, the numbers and functions that it closes over,
 and the element types and shapes of its tensors, but not their contents, nor which tensors they are. A
 function that has been seen is not called again; the tensors are taken from where it has them. What cannot
-be compared (an object that it reads attributes of, the contents of a tensor) makes it be called each time.
+be compared (an object that it reads attributes of, the contents of a tensor, what it imports) makes it be
+called each time, which is always right: in doubt, a function is not compared.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import linecache
@@ -16,6 +18,7 @@ import math
 import os
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -68,9 +71,11 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
             raise NotImplementedError(f"{argument}: {error}") from None
         if not (parts.comparable and traced.repeatable):
             return rule, tuple(traced.tensors)
-        if len(_traces) >= _MOST_TRACES:
-            _traces.pop(next(iter(_traces)), None)
-        found = _traces[key] = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
+        found = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
+        with _keeping:
+            while len(_traces) >= _MOST_TRACES:
+                _traces.pop(next(iter(_traces)))
+            _traces[key] = found
     rule, used = found
     return rule, tuple(parts.tensors[index] for index in used)
 
@@ -93,6 +98,8 @@ def check_arguments(kind: str, argument: str, function: Any) -> None:
 
 
 _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}
+# Threads that trace at once would let the same oldest one go.
+_keeping = threading.Lock()
 
 
 # ---- what a function is made of ----------------------------------------------------------------------
@@ -100,10 +107,42 @@ _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}
 
 # Whose functions and constants are always the same.
 _LIBRARIES = {"torch", "numpy", "math", "operator", "functools", "builtins", __name__.partition(".")[0]}
+# Names by which code reaches what is not among its parts, or what libraries say differently each time. Modes of
+# autograd are here since the function has to be called to see what it does within them.
+_UNSEEN = frozenset(
+    "globals locals vars dir eval exec getattr hasattr setattr delattr attrgetter methodcaller open input random "
+    "is_grad_enabled no_grad enable_grad set_grad_enabled inference_mode get_default_dtype".split()
+)
+# What code does to things that others see as well, or that it finds by names of its own.
+_OUTSIDE = {
+    "IMPORT_NAME",
+    "STORE_GLOBAL",
+    "DELETE_GLOBAL",
+    "STORE_ATTR",
+    "DELETE_ATTR",
+    "STORE_SUBSCR",
+    "DELETE_SUBSCR",
+}
+_OF_CELLS = {"STORE_DEREF", "DELETE_DEREF"}
 
 
 def _is_library(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def _is_opaque(function: Any) -> bool:
+    """Returns whether a function is always the same: one of a library's, that closes over nothing of the caller's.
+    ``functools.wraps`` changes what a function says of its module, not its globals."""
+    if function.__closure__ or function.__code__.co_filename.startswith(_HERE):
+        return False
+    return _is_library(function.__globals__.get("__name__"))
+
+
+def _is_constant(function: Any) -> bool:
+    """Returns whether a built-in function is always the same: methods of objects are built-in functions as well."""
+    owner = function.__self__
+    named = owner is None or (type(owner) is types.ModuleType and _is_library(owner.__name__.lstrip("_")))
+    return named and function.__name__ not in _UNSEEN
 
 
 class _Parts:
@@ -117,8 +156,20 @@ class _Parts:
         # Where a tensor is among them, by its identity.
         self.index: dict[int, int] = {}
         self.arrays = False
-        self.comparable = True
-        self._functions: list[Any] = []
+        self._comparable = True
+        # Where functions, lists and dictionaries are among them.
+        self._places: dict[int, int] = {}
+        self._codes: list[Any] = []
+        # Names of what a program has put on functions and tensors.
+        self._attributes: set[str] = set()
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the key says everything that a trace depends on."""
+        # Attributes are common, such as those of parameters, and read by few.
+        if not self._attributes or not self._comparable:
+            return self._comparable
+        return all(self._attributes.isdisjoint(_read_by(code)[0]) for code in self._codes)
 
     def add(self, value: Any, name: str) -> None:
         kind = type(value)
@@ -131,7 +182,10 @@ class _Parts:
             self._add_function(value)
         elif kind is types.ModuleType:
             self.key.append(value)
-            self.comparable = self.comparable and _is_library(value.__name__)
+            self._require(_is_library(value.__name__) and _UNSEEN.isdisjoint(value.__name__.split(".")))
+        elif isinstance(value, type):
+            self.key.append(value)
+            self._require(_is_library(value.__module__))
         elif _is_tensor(value):
             known = self.index.get(id(value))
             if known is not None:
@@ -140,62 +194,89 @@ class _Parts:
             self.index[id(value)] = len(self.tensors)
             self.tensors.append(value)
             self.names.append(name)
-            self.arrays = self.arrays or not _is_torch(value)
-            self.key += ("tensor", value.dtype, value.shape)
-        elif kind is tuple or kind is list:
+            self.key += ("tensor", kind, value.dtype, value.shape)
+            if _is_torch(value):
+                # Others have methods of their own.
+                self._require(_is_library(kind.__module__))
+                self._attributes.update(value.__dict__)
+            else:
+                self.arrays = True
+        elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:
                 self.add(item, name)
+        elif kind is list:
+            if self._is_new(value):
+                self.add(tuple(value), name)
+        elif kind is dict:
+            if self._is_new(value):
+                self.add(tuple(value), name)
+                self.add(tuple(value.values()), name)
         elif kind is functools.partial:
             self.key.append(kind)
+            self._attributes.update(value.__dict__)
             self.add(value.func, name)
             self.add(value.args, name)
             self.add(tuple(value.keywords), name)
             self.add(tuple(value.keywords.values()), name)
-        elif kind is types.BuiltinFunctionType or (torch is not None and kind is torch.dtype):
+        elif kind is types.BuiltinFunctionType:
+            self.key.append(value)
+            self._require(_is_constant(value))
+        elif torch is not None and kind is torch.dtype:
             self.key.append(value)
         else:
-            self.comparable = False
+            self._comparable = False
+
+    def _require(self, holds: bool) -> None:
+        self._comparable = self._comparable and holds
+
+    def _is_new(self, value: Any) -> bool:
+        """Adds which one it is of what may be there twice, or inside itself; returns whether it was not there
+        before."""
+        count = len(self._places)
+        place = self._places.setdefault(id(value), count)
+        self.key += (type(value), place)
+        return place == count
 
     def _add_function(self, function: Any) -> None:
-        code = function.__code__
-        if _is_library(function.__module__) and not code.co_filename.startswith(_HERE):
+        if _is_opaque(function):
             self.key.append(function)
             return
-        if any(it is function for it in self._functions):
-            self.key.append("itself")
+        if not self._is_new(function):
             return
-        self._functions.append(function)
+        code = function.__code__
+        self._codes.append(code)
+        self._attributes.update(function.__dict__)
         self.key.append(code)
+        names, within = _read_by(code)
+        self._require(within)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 self.add(cell.cell_contents, name)
             except ValueError:  # it is empty
-                self.comparable = False
-        if function.__defaults__:
-            self.add(function.__defaults__, "default")
-        if function.__kwdefaults__:
-            self.add(tuple(function.__kwdefaults__.items()), "default")
+                self._comparable = False
+        self.add(function.__defaults__, "default")
+        self.add(function.__kwdefaults__, "default")
         around = function.__globals__
-        for name in _names(code):
+        for name in names:
             if name in around:
                 self.key.append(name)
                 self.add(around[name], name)
 
 
-def _names(code: Any) -> tuple[str, ...]:
-    """Returns the global names that code may look up, nested functions included."""
-    known = _names_of.get(code)
-    if known is None:
-        inner = [name for it in code.co_consts if isinstance(it, types.CodeType) for name in _names(it)]
-        known = tuple(dict.fromkeys((*code.co_names, *inner)))
-        if len(_names_of) >= _MOST_TRACES:
-            _names_of.clear()
-        _names_of[code] = known
-    return known
-
-
-_names_of: dict[Any, tuple[str, ...]] = {}
+@functools.lru_cache(_MOST_TRACES)
+def _read_by(code: Any) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of globals and attributes that code may look up, nested functions included, and whether it
+    stays within what it is made of."""
+    inner = [_read_by(it) for it in code.co_consts if isinstance(it, types.CodeType)]
+    names = tuple(dict.fromkeys((*code.co_names, *(name for it, _ in inner for name in it))))
+    steps = [(it.opname, it.argval) for it in dis.get_instructions(code)]
+    within = (
+        all(it for _, it in inner)
+        and not any(name in _UNSEEN or name.startswith("__") for name in code.co_names)
+        and not any(step in _OUTSIDE or (step in _OF_CELLS and of in code.co_freevars) for step, of in steps)
+    )
+    return names, within
 
 
 def _is_torch(value: Any) -> bool:
@@ -203,39 +284,53 @@ def _is_torch(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
+    # Their classes have the same attributes.
+    if isinstance(value, type):
+        return False
     return _is_torch(value) or (hasattr(value, "__dlpack__") and hasattr(value, "shape"))
 
 
 def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
     """The same with arrays of libraries that let nobody watch how they are indexed replaced by ones that
-    do; ``known`` has the functions that were replaced."""
+    do; ``known`` has the functions, lists and dictionaries that were replaced."""
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(_with_views(traced, item, known) for item in value)
+    if id(value) in known:
+        return known[id(value)]
+    if kind is tuple:
+        return tuple(_with_views(traced, item, known) for item in value)
+    if kind is list:
+        items = known[id(value)] = []
+        items.extend(_with_views(traced, item, known) for item in value)
+        return items
+    if kind is dict:
+        values = known[id(value)] = {}
+        values.update((key, _with_views(traced, item, known)) for key, item in value.items())
+        return values
     if kind is functools.partial:
         func, *args = _with_views(traced, (value.func, *value.args), known)
-        return functools.partial(
-            func, *args, **{key: _with_views(traced, it, known) for key, it in value.keywords.items()}
-        )
+        return functools.partial(func, *args, **_with_views(traced, value.keywords, known))
     if kind is not types.FunctionType:
         if not _is_tensor(value) or _is_torch(value):
             return value
         return View(traced, value) if len(value.shape) else traced.load(value, ())
-    code = value.__code__
-    if _is_library(value.__module__) and not code.co_filename.startswith(_HERE):
+    if _is_opaque(value):
         return value
-    if id(value) not in known:
-        cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        around = dict(value.__globals__)
-        made = known[id(value)] = types.FunctionType(code, around, value.__name__, None, cells or None)
-        made.__defaults__ = _with_views(traced, value.__defaults__, known)
-        made.__kwdefaults__ = value.__kwdefaults__
-        for name in _names(code):
-            if name in around:
-                around[name] = _with_views(traced, around[name], known)
-        for cell, given in zip(cells, value.__closure__ or ()):
+    code = value.__code__
+    cells = tuple(types.CellType() for _ in value.__closure__ or ())
+    around = dict(value.__globals__)
+    made = known[id(value)] = types.FunctionType(code, around, value.__name__, None, cells or None)
+    made.__dict__.update(value.__dict__)
+    made.__defaults__ = _with_views(traced, value.__defaults__, known)
+    made.__kwdefaults__ = _with_views(traced, value.__kwdefaults__, known)
+    for name in _read_by(code)[0]:
+        if name in around:
+            around[name] = _with_views(traced, around[name], known)
+    for cell, given in zip(cells, value.__closure__ or ()):
+        try:
             cell.cell_contents = _with_views(traced, given.cell_contents, known)
-    return known[id(value)]
+        except ValueError:  # it is empty
+            pass
+    return made
 
 
 # ---- where something went wrong ----------------------------------------------------------------------
@@ -961,7 +1056,7 @@ _define_operators()
 # ---- PyTorch -----------------------------------------------------------------------------------------
 
 # What says nothing of a tensor's contents, but what traces are kept by.
-_SHAPES = {"shape", "dtype", "device", "ndim", "is_cuda", "size", "dim", "numel", "stride", "len", "is_floating_point"}
+_SHAPES = {"shape", "dtype", "ndim", "size", "dim", "numel", "len", "is_floating_point"}
 
 
 def _has_traced(values: Any) -> bool:

@@ -1,7 +1,11 @@
 """Masks and scores as functions, against the same functions over whole tensors in float64."""
 
+import functools
 import math
+import operator
 import random
+import sys
+import threading
 import time
 import types
 
@@ -364,6 +368,227 @@ def test_contents_that_a_function_reads_are_read_each_time():
     check(q, k, v, mask, derived)
     width.fill_(9), table.normal_()
     check(q, k, v, mask, derived)
+
+
+def test_functions_in_another_order_are_others(traces):
+    """What is there twice is known by which one it is."""
+    q, k, v = tensors("cpu")
+    add, double = lambda s: s + 1.0, lambda s: s * 2.0
+
+    def chained(*steps):
+        return lambda score, b, h, i, j: steps[2](steps[1](steps[0](score * (1 + j))))
+
+    for steps in ((add, double, add), (add, double, double), (add, add, double), (double, double, double)):
+        check(q, k, v, None, chained(*steps))
+    # So are lists.
+    first, second = [0.5], [0.5]
+    listed = lambda one, other: lambda score, b, h, i, j: score * (2.0 if one is other else 3.0) * (1 + j)
+    check(q, k, v, None, listed(first, first))
+    check(q, k, v, None, listed(first, second))
+    assert traces.of == 6
+
+
+def test_attributes_that_a_function_reads_are_read_each_time(traces):
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS)
+    helper = lambda score: score
+
+    def scored(score, b, h, i, j):
+        return score * scored.alpha + helper.beta * bias[j] * bias.gamma
+
+    for alpha, beta, gamma in ((1.0, 2.0, 1.0), (3.0, 2.0, 1.0), (3.0, 1.0, 1.0), (3.0, 1.0, -1.0)):
+        scored.alpha, helper.beta, bias.gamma = alpha, beta, gamma
+        check(q, k, v, None, scored)
+    assert traces.of == 4
+    # What nobody reads does no harm.
+    other = torch.nn.Parameter(bias)
+    plain = lambda score, b, h, i, j: helper(score) + other[j]
+    plain.__wrapped__ = scored
+    for other.noted in (True, False):
+        with torch.no_grad():
+            check(q, k, v, None, plain)
+    assert traces.of == 5
+
+
+def test_masks_that_libraries_put_together_are_looked_into(traces):
+    """PyTorch's own functions that make functions close over those of the caller."""
+    from torch.nn.attention.flex_attention import and_masks, or_masks
+
+    q, k, v = tensors("cpu")
+    for together in (and_masks, or_masks):
+        for width in (3, 9):
+            near_by = lambda b, h, i, j, width=width: abs(i - j) < width
+            seen = lambda *at: causal(*at) & near_by(*at) if together is and_masks else causal(*at) | near_by(*at)
+            for _ in range(3):
+                near(
+                    [
+                        flex_attention(
+                            q, k, v, block_mask=create_block_mask(together(causal, near_by), 1, 1, QUERIES, KEYS)
+                        )
+                    ],
+                    expected(q, k, v, seen),
+                    q.dtype,
+                )
+    assert traces.of == 4
+    # A decorator gives the name of a library's module.
+    amount = 1.0
+    named = lambda score, b, h, i, j: score * amount * (1 + j)
+    named.__module__ = "torch"
+    first = flex_attention(q, k, v, named)
+    amount = -1.0
+    assert not torch.equal(flex_attention(q, k, v, named), first)
+
+
+def test_methods_of_objects_are_called_each_time():
+    q, k, v = tensors("cpu")
+    settings, numbers, table = {"a": 1}, [1], torch.zeros(1)
+    for get, change in (
+        (functools.partial(settings.get, "a"), lambda: settings.update(a=5)),
+        (functools.partial(numbers.__getitem__, 0), lambda: numbers.__setitem__(0, 5)),
+        (table.numel, lambda: table.resize_(5)),
+    ):
+        mask = lambda b, h, i, j: i - j < get()
+        first = flex_attention(q, k, v, block_mask=create_block_mask(mask, None, None, QUERIES, KEYS))
+        change()
+        second = flex_attention(q, k, v, block_mask=create_block_mask(mask, None, None, QUERIES, KEYS))
+        assert not torch.equal(first, second)
+
+
+def test_what_a_function_imports_or_looks_up_is_looked_up_each_time(monkeypatch):
+    numpy = pytest.importorskip("numpy")
+    q, k, v = tensors("cpu")
+    module = types.ModuleType("module_of_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(globals(), "_amount", 1.0)
+    settings = types.SimpleNamespace()
+
+    def imported():
+        import module_of_a_test
+
+        return module_of_a_test.amount
+
+    def imported_from():
+        from module_of_a_test import amount
+
+        return amount
+
+    lookups = {
+        "import": imported,
+        "from": imported_from,
+        "globals": lambda: globals()["_amount"],
+        "eval": lambda: eval("_amount"),
+        "getattr": lambda: getattr(imported, "amount"),
+        "vars": lambda: vars(imported)["amount"],
+        "__dict__": lambda: imported.__dict__["amount"],
+        "__globals__": lambda: imported.__globals__["_amount"],
+        "random": lambda: float(numpy.random.random()),
+        "attrgetter": lambda: operator.attrgetter("amount")(imported),
+    }
+    for name, amount in lookups.items():
+        results = []
+        for value in (1.0, 3.0):
+            module.amount = imported.amount = settings.amount = value
+            monkeypatch.setitem(globals(), "_amount", value)
+            results.append(flex_attention(q, k, v, lambda s, b, h, i, j: s * (1 + j) * amount()))
+        assert not torch.equal(*results), name
+
+
+def test_what_a_function_writes_is_written_each_time(monkeypatch):
+    q, k, v = tensors("cpu")
+    calls, listed = 0, [0]
+
+    def counted(score, b, h, i, j):
+        nonlocal calls
+        calls = 1
+        return score
+
+    def noted(score, b, h, i, j):
+        listed[0] = 1
+        return score
+
+    for _ in range(3):
+        calls, listed[0] = 0, 0
+        flex_attention(q, k, v, counted), flex_attention(q, k, v, noted)
+        assert calls == listed[0] == 1
+
+
+def test_strides_and_classes_that_a_function_reads(traces):
+    """Those are not among what shapes and element types say."""
+    q, k, v = tensors("cpu")
+    table = torch.randn(HEADS, KEYS)
+    strided = lambda score, b, h, i, j: score * (1 + j) * table.stride(0) / KEYS + table[h, j] * table.is_cuda
+    check(q, k, v, None, strided)
+    table = torch.randn(KEYS, HEADS).T
+    check(q, k, v, None, strided)
+    classed = lambda score, b, h, i, j: score * (2.0 if isinstance(table, torch.nn.Parameter) else 1 + j)
+    with torch.no_grad():
+        check(q, k, v, None, classed)
+        table = torch.nn.Parameter(table)
+        check(q, k, v, None, classed)
+        before = traces.of
+        check(q, k, v, None, classed)
+        assert traces.of == before
+
+
+def test_common_functions_are_kept(traces):
+    """Those that close over tensors, numbers, and other functions, made anew at each call."""
+    from torch import tanh as imported
+
+    q, k, v = tensors("cpu")
+    bias, ids, slopes = torch.randn(HEADS, KEYS), torch.arange(KEYS) // 7, [0.1 * head for head in range(HEADS)]
+    settings = {"cap": 3.0, "table": torch.randn(KEYS)}
+
+    def made(scale):
+        def helper(score, kv_idx, *, factor=scale):
+            return imported(score / settings["cap"]) * factor + settings["table"][kv_idx]
+
+        def scored(score, b, h, q_idx, kv_idx):
+            total = sum(score * slope for slope in slopes)
+            total = total + torch.where(q_idx > kv_idx, bias[h, kv_idx], math.pi)
+            return helper(total, kv_idx) + operator.mul(score, int(scale)) * isinstance(bias, torch.Tensor)
+
+        return functools.partial(scored)
+
+    mask = lambda: and_masks(causal, lambda b, h, i, j: ids[i] == ids[j])
+    first = flex_attention(q, k, v, made(2.0), create_block_mask(mask(), None, None, QUERIES, KEYS))
+    assert traces.of == 2
+    again = flex_attention(q, k, v, made(2.0), create_block_mask(mask(), None, None, QUERIES, KEYS))
+    assert torch.equal(again, first) and traces.of == 2
+    settings["cap"] = 4.0
+    check(q, k, v, None, made(2.0))
+    assert traces.of == 3
+    settings["table"].neg_()
+    check(q, k, v, None, made(2.0))
+    assert traces.of == 3
+
+
+def test_threads_that_trace_at_once(monkeypatch):
+    """The oldest trace goes once, and no more than so many are kept."""
+
+    class Slow(dict):
+        def __iter__(self):
+            oldest = list(super().__iter__())
+            time.sleep(1e-3)  # Others go on.
+            return iter(oldest)
+
+    monkeypatch.setattr(_trace, "_traces", Slow())
+    monkeypatch.setattr(_trace, "_MOST_TRACES", 2)
+    errors, most = [], []
+
+    def work(first):
+        for number in range(first, first + 20):
+            try:
+                create_block_mask(lambda b, h, i, j: i - j < number, None, None, 8, 8)
+            except Exception as error:
+                errors.append(error)
+            most.append(len(_trace._traces))
+
+    threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and max(most) <= 2
 
 
 def test_a_tensor_that_is_there_twice():
