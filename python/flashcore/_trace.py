@@ -70,6 +70,7 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
         except NotImplementedError as error:
             raise NotImplementedError(f"{argument}: {error}") from None
         if not (parts.comparable and traced.repeatable):
+            check_contents(argument, traced.tensors, parts)
             return rule, tuple(traced.tensors)
         found = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
         with _keeping:
@@ -77,7 +78,39 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
                 _traces.pop(next(iter(_traces)))
             _traces[key] = found
     rule, used = found
-    return rule, tuple(parts.tensors[index] for index in used)
+    tensors = tuple(parts.tensors[index] for index in used)
+    check_contents(argument, tensors, parts)
+    return rule, tensors
+
+
+def check_contents(argument: str, tensors: Any, parts: _Parts | None = None) -> None:
+    """Refuses whole numbers of more than 32 bits, which kernels cut off, in tensors of the host. To look at those of
+    a device would be to wait for it."""
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") != "int64":
+            continue
+        least, most = _extremes(tensor)
+        if least < -(2**31) or most >= 2**31:
+            place = None if parts is None else parts.index.get(id(tensor))
+            name = "a tensor" if parts is None or place is None else parts.names[place]
+            raise ValueError(
+                f"{argument}: {name} contains {least if least < -(2**31) else most}, expected numbers of 32 bits"
+            )
+
+
+def _extremes(tensor: Any) -> tuple[int, int]:
+    """Returns the least and the largest number of a tensor; zero where they cannot be seen at once."""
+    if _is_torch(tensor):
+        modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not modes
+        if not ordinary or not tensor.numel():
+            return 0, 0
+        least, most = torch.aminmax(tensor)
+    elif type(tensor).__module__ == "numpy" and tensor.size:
+        least, most = tensor.min(), tensor.max()
+    else:
+        return 0, 0
+    return int(least), int(most)
 
 
 def check_arguments(kind: str, argument: str, function: Any) -> None:
@@ -338,7 +371,7 @@ def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
 
 def _is_ours(path: str) -> bool:
     libraries = [_HERE]
-    for module in ("torch", "numpy"):
+    for module in ("torch", "numpy", "jax"):
         file = getattr(sys.modules.get(module), "__file__", None)
         if file:
             libraries.append(os.path.dirname(file) + os.sep)
@@ -352,9 +385,30 @@ def refuse(what: str) -> NoReturn:
         frame = frame.f_back
     if frame is None:
         raise NotImplementedError(what)
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    raise NotImplementedError(f'{what}\n  File "{file}", line {line}, in {frame.f_code.co_name}\n    {text}')
+    raise NotImplementedError(what + _line(frame.f_code, frame.f_lineno))
+
+
+def _line(code: Any, line: int) -> str:
+    file = code.co_filename
+    return f'\n  File "{file}", line {line}, in {code.co_name}\n    {linecache.getline(file, line).strip()}'
+
+
+def _refuse_hidden_array(error: IndexError) -> None:
+    """Refuses an array whose own library was asked to index it by a traced value: those of a function's variables
+    are replaced by views, those of objects are not found."""
+    if "arrays used as indices" not in str(error) and "only integers, slices" not in str(error):
+        return
+    place = None
+    found = error.__traceback__
+    while found is not None:
+        if not _is_ours(found.tb_frame.f_code.co_filename):
+            place = found
+        found = found.tb_next
+    where = "" if place is None else _line(place.tb_frame.f_code, place.tb_lineno)
+    raise NotImplementedError(
+        "an array of NumPy or JAX that is an attribute of an object or made in the function is indexed, expected one "
+        f"in a variable, a list, a tuple or a dictionary{where}"
+    ) from None
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -373,6 +427,9 @@ class Trace:
         self.names: list[str] = []
         # Whether another call of the function would do the same whatever its tensors contain.
         self.repeatable = True
+        # Values that gradients flow through: those of the score and of tensors that require them. Masks have none.
+        self._differentiable = {"score"} if kind == "score" else set()
+        self._recorded = _is_recording()
 
     def run(self) -> Rule:
         function = _with_views(self, self.function, {}) if self.parts.arrays else self.function
@@ -380,11 +437,15 @@ class Trace:
             Traced(self, symbol, "f32" if symbol == "score" else "i32", natural=symbol != "score")
             for symbol in SYMBOLS[self.kind]
         ]
-        if torch is None:
-            result = function(*arguments)
-        else:
-            with _watching(self):
+        try:
+            if torch is None:
                 result = function(*arguments)
+            else:
+                with _watching(self):
+                    result = function(*arguments)
+        except IndexError as error:
+            _refuse_hidden_array(error)
+            raise
         try:
             result = self.lift(result)
             if self.kind == "mask":
@@ -404,12 +465,32 @@ class Trace:
         ]
         return Rule(f"({' '.join([self.kind, name, *declared, *self.lines, result._name])})")
 
-    def make(self, type: str, expression: str, natural: bool = False) -> Traced:
+    def make(self, type: str, expression: str, natural: bool = False, requires_grad: bool = False) -> Traced:
         name = self.known.get(expression)
         if name is None:
             name = self.known[expression] = f"${len(self.lines)}"
             self.lines.append(f"(let {name} {expression})")
+        words = expression.replace("(", " ").replace(")", " ").split()
+        if requires_grad or (type == "f32" and not self._differentiable.isdisjoint(words)):
+            self._differentiable.add(name)
+            if self._recorded and not _is_recording():
+                refuse("an operation under torch.no_grad() is not supported: gradients would flow through it")
         return Traced(self, name, type, natural)
+
+    def detach(self, value: Traced) -> Traced:
+        """Texts have no such operation: only what has no gradients remains as it is."""
+        if isinstance(value, View):
+            differentiable = self._requires_grad(value._tensor)
+        else:
+            differentiable = value._name in self._differentiable
+        if differentiable and self._recorded:
+            refuse(
+                "`detach` of what has gradients (a score, or a tensor that requires grad) is not supported: they would "
+                "flow through it"
+            )
+        # The key does not say which tensors require gradients, nor whether they are recorded.
+        self.repeatable = self.repeatable and (self.kind == "mask" or value._constant is not None)
+        return value
 
     def lift(self, value: Any) -> Traced:
         """Converts a number, or a tensor of one element, to a value."""
@@ -445,7 +526,15 @@ class Trace:
         if number is None:
             number = self._declare(tensor)
         expressions = [self._index(index, size)._name for index, size in zip(indices, tensor.shape)] or ["0"]
-        return self.make(_LOADED.get(stored, stored), f"(load {self.names[number]} {' '.join(expressions)})")
+        expression = f"(load {self.names[number]} {' '.join(expressions)})"
+        return self.make(_LOADED.get(stored, stored), expression, requires_grad=self._requires_grad(tensor))
+
+    def _requires_grad(self, tensor: Any) -> bool:
+        repeatable = self.repeatable
+        found = self.kind == "score" and bool(getattr(tensor, "requires_grad", False))
+        # It was not the function that looked.
+        self.repeatable = repeatable
+        return found
 
     def _declare(self, tensor: Any) -> int:
         if len(self.tensors) == _MOST_TENSORS:
@@ -472,6 +561,11 @@ class Trace:
             return index
         # As PyTorch has it, negative numbers count from the end.
         return _select(_compare("lt", index, 0), _arithmetic("add", index, size), index)
+
+
+def _is_recording() -> bool:
+    """Returns whether autograd records operations."""
+    return torch is not None and bool(torch.is_grad_enabled())
 
 
 def _stored(tensor: Any) -> str:
@@ -717,13 +811,28 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Traced:
 
 def _floor_divide(x: Any, y: Any) -> Traced:
     a, b = _both(x, y)
-    return _floor(_divide(a, b)) if a._type == "f32" else _arithmetic("div", to_int(a), to_int(b))
+    return _divide_floats(a, b)[0] if a._type == "f32" else _arithmetic("div", to_int(a), to_int(b))
+
+
+def _divide_floats(a: Traced, b: Traced) -> tuple[Traced, Traced]:
+    """Returns the quotient, rounded down, and the remainder, which has the sign of the divisor."""
+    quotient = _floor(_divide(a, b))
+    # Nothing of an infinite divisor is taken away, which zero times infinity would not say.
+    product = _select(_compare("eq", quotient, 0.0), 0.0, _arithmetic("mul", b, quotient))
+    rest = _arithmetic("sub", a, product)
+    # The quotient was rounded up to a whole number, or is a negative one too small for a float.
+    signs = _bitwise("xor", _compare("lt", rest, 0.0), _compare("lt", b, 0.0))
+    above = _bitwise("and", signs, _compare("ne", rest, 0.0))
+    return (
+        _select(above, _arithmetic("sub", quotient, 1.0), quotient),
+        _select(above, _arithmetic("add", rest, b), rest),
+    )
 
 
 def _remainder(x: Any, y: Any) -> Traced:
     a, b = _both(x, y)
     if a._type == "f32":
-        return _arithmetic("sub", a, _arithmetic("mul", b, _floor_divide(a, b)))
+        return _divide_floats(a, b)[1]
     a, b = to_int(a), to_int(b)
     # It has the sign of the divisor.
     return a._trace.make("i32", f"(rem {a._name} {b._name})", natural=b._natural)
@@ -1000,7 +1109,7 @@ _FUNCTIONS: dict[str, Callable[..., Traced]] = {
     "half": lambda a: to_float(_value(a)),
     "bfloat16": lambda a: to_float(_value(a)),
     "clone": lambda a: a,
-    "detach": lambda a: a,
+    "detach": lambda a: a._trace.detach(a),
     "contiguous": lambda a: a,
     "full_like": _like,
     "zeros_like": lambda a, **options: _like(a, 0, **options),

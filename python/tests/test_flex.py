@@ -600,7 +600,94 @@ def test_a_tensor_that_is_there_twice():
     check(q, k, v, None, score)
 
 
+def test_quotients_and_remainders_of_floats():
+    """With the sign of the divisor, infinite ones included."""
+    x = torch.tensor([-7.5, -3.0, -1.0, -1e-20, 0.0, 1e-20, 1.0, 3.0, 7.5, 100.0])
+    y = torch.tensor([2.0, -2.0, 0.75, -0.75, 3.0, math.inf, -math.inf])
+    quotient, rest = x[:, None] // y, x[:, None] % y
+    same = lambda b, h, i, j: (x[i] // y[j] == quotient[i, j]) & (x[i] % y[j] == rest[i, j])
+    assert flashcore.create_mask(same, None, None, len(x), len(y)).all()
+    nothing = [torch.zeros(1, 1, length, 8) for length in (len(x), len(y), len(y))]
+    block_mask = create_block_mask(same, None, None, len(x), len(y))
+    _, lse = flex_attention(*nothing, block_mask=block_mask, return_lse=True)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(len(y))))
+    # The remainder's derivatives are PyTorch's.
+    by = torch.tensor(1.25, requires_grad=True)
+    score = lambda score, b, h, i, j: score % by
+    given = [it.requires_grad_() for it in tensors("cpu", dim=64)]
+    exact = [it.detach().double().requires_grad_() for it in given]
+    direction = torch.randn(given[0].shape)
+    found = torch.autograd.grad(flex_attention(*given, score), (*given, by), direction)
+    truth = torch.autograd.grad(expected(*exact, None, score)[0], (*exact, by), direction.double())
+    for mine, of in zip(found, truth):
+        torch.testing.assert_close(mine.double(), of.double(), rtol=2e-4, atol=2e-4)
+
+
 # ---- refusals ----------------------------------------------------------------------------------------
+
+
+def test_values_without_gradients_are_refused_where_they_have_some():
+    q, k, v = tensors("cpu")
+    bias, free = torch.randn(KEYS, requires_grad=True), torch.randn(KEYS)
+
+    def silent(score, b, h, i, j):
+        gate = torch.sigmoid(score)
+        with torch.no_grad():
+            gate = torch.sigmoid(score)
+        return score * gate
+
+    gated = lambda score, b, h, i, j: score * torch.sigmoid(score).detach()
+    loaded = lambda score, b, h, i, j: score + bias[j].detach()
+    part = bias.expand(HEADS, KEYS)
+    viewed = lambda score, b, h, i, j: score + part[h].detach()[j]
+    for score, what in ((gated, "detach"), (loaded, "detach"), (viewed, "detach"), (silent, "no_grad")):
+        # Where nothing is recorded, nothing is lost; the trace is not that of the call after it.
+        with torch.no_grad():
+            check(q, k, v, None, score)
+        with pytest.raises(NotImplementedError, match=what):
+            flex_attention(q, k, v, score)
+    # Neither here: positions, tensors that have none, and tensors before they are indexed.
+    harmless = lambda score, b, h, i, j: score * (1 + (i - j).detach() / KEYS) + free[j].detach() + bias.detach()[j]
+    given = [it.requires_grad_() for it in (q, k, v)]
+    exact = [it.detach().double().requires_grad_() for it in given]
+    direction = torch.randn(q.shape)
+    found = torch.autograd.grad(flex_attention(*given, harmless), (*given, bias), direction, allow_unused=True)
+    assert found[3] is None
+    truth = torch.autograd.grad(expected(*exact, None, harmless)[0], exact, direction.double())
+    near(found[:3], truth, q.dtype)
+    # The same function of a tensor that has them later.
+    flex_attention(q, k, v, lambda score, b, h, i, j: score + free[j].detach())
+    free.requires_grad_()
+    with pytest.raises(NotImplementedError, match="detach"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + free[j].detach())
+
+
+def test_numbers_of_more_than_32_bits_are_refused():
+    """Kernels would cut them off, and documents see each other."""
+    numpy = pytest.importorskip("numpy")
+    for ids in (torch.arange(KEYS) * 2**32, numpy.arange(KEYS) * 2**32 - 2**40):
+        with pytest.raises(ValueError, match="mask_mod: ids contains -?[0-9]+, expected numbers of 32 bits"):
+            create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, QUERIES, KEYS)
+    ids = torch.arange(KEYS)
+    score = lambda score, b, h, i, j: torch.where(ids[i] == ids[j], score, 0.0)
+    mask = create_block_mask(lambda b, h, i, j: ids[i] <= ids[j], None, None, QUERIES, KEYS).to("cpu")
+    check(*tensors("cpu"), None, score)
+    # What is in a tensor may change.
+    ids[3] = -(2**31) - 1
+    with pytest.raises(ValueError, match="score_mod: ids contains -2147483649"):
+        flex_attention(*tensors("cpu"), score)
+    with pytest.raises(ValueError, match="mask_mod: .* contains -2147483649"):
+        flex_attention(*tensors("cpu"), block_mask=mask)
+    ids[3] = -(2**31)
+    check(*tensors("cpu"), None, score)
+
+
+def test_classes_are_no_tensors():
+    q, k, v = tensors("cpu")
+    kind, bias = torch.Tensor, torch.randn(KEYS)
+    check(q, k, v, None, lambda score, b, h, i, j: score + bias[j] if isinstance(bias, kind) else score)
+    with pytest.raises(NotImplementedError, match="a <class .* stands where a number must"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + kind)
 
 
 def branches(score, b, h, q_idx, kv_idx):
@@ -953,6 +1040,38 @@ def test_arrays_of_numpy():
     numpy.testing.assert_allclose(
         out, flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 1, QUERIES, KEYS)), atol=1e-6
     )
+
+
+def test_arrays_of_numpy_that_are_elsewhere():
+    """In defaults, dictionaries and lists; in objects, where nobody finds them, they are refused."""
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    bias = numpy.random.default_rng(2).standard_normal(KEYS).astype(numpy.float32)
+    named, listed, inside = {"bias": bias}, [[bias]], types.SimpleNamespace(bias=bias)
+    named["itself"] = named
+
+    def of_default(score, b, h, i, j, *, bias=bias):
+        return score + bias[j]
+
+    def of_part(score, b, h, i, j, *, bias):
+        return score + bias[j]
+
+    expected = flex_attention(q, k, v, lambda score, b, h, i, j: score + bias[j])
+    for score in (
+        of_default,
+        functools.partial(of_part, bias=bias),
+        lambda score, b, h, i, j: score + named["itself"]["bias"][j],
+        lambda score, b, h, i, j: score + listed[0][0][j],
+    ):
+        numpy.testing.assert_array_equal(flex_attention(q, k, v, score), expected)
+    for score in (
+        lambda score, b, h, i, j: score + inside.bias[j],
+        lambda score, b, h, i, j: score + numpy.ones(KEYS, numpy.float32)[j],
+    ):
+        with pytest.raises(NotImplementedError, match=r"an array of NumPy(.|\n)*test_flex.py"):
+            flex_attention(q, k, v, score)
+    with pytest.raises(IndexError, match="list index"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + listed[1])
 
 
 @DEVICES
