@@ -1164,6 +1164,56 @@ def test_captured_tensors_alone_have_gradients():
         assert not flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).requires_grad
 
 
+def test_gradients_of_captured_tensors_are_not_differentiated():
+    """Neither by way of a function's tensors nor of an additive mask, of which PyTorch recorded nothing."""
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS, requires_grad=True)
+    for call in (
+        lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s * bias[j]),
+        lambda: scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)),
+    ):
+        direction = torch.randn(q.shape, requires_grad=True)
+        (once,) = torch.autograd.grad(call(), bias, direction, create_graph=True)
+        (plain,) = torch.autograd.grad(call(), bias, direction.detach())
+        assert torch.equal(once, plain)
+        for wanted in (bias, direction):
+            with pytest.raises(NotImplementedError, match="FlashCore has no gradients of gradients"):
+                torch.autograd.grad(once.square().sum(), wanted, retain_graph=True)
+
+
+def test_transformations_are_refused():
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS)
+    for function, given in (
+        (lambda q: flex_attention(q, k, v, lambda s, b, h, i, j: s + j).sum(), q),
+        (lambda bias: flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j]).sum(), bias),
+        (lambda bias: scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum(), bias),
+    ):
+        with pytest.raises(NotImplementedError, match="torch.func.grad and its kin are not supported"):
+            torch.func.grad(function)(given)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_captured_tensors_are_computed_in_float32(default):
+    """Whatever autocast chooses for products, and whatever numbers are by default."""
+    q, k, v = tensors("cpu")
+    slopes = torch.randn(HEADS, requires_grad=True)
+    score = lambda s, b, h, i, j: torch.tanh(s * 0.37) * slopes[h] * 1.37 - 0.113
+    direction = torch.randn(q.shape)
+    (truth,) = torch.autograd.grad(
+        expected(*(it.double() for it in (q, k, v)), None, score)[0], slopes, direction.double()
+    )
+    out = flex_attention(q, k, v, score)
+    torch.set_default_dtype(default)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,) = torch.autograd.grad(out, slopes, direction)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scale = truth.abs().max().item()
+    near([found / scale], [truth.double() / scale], torch.float32)
+
+
 def test_autocast_chooses_the_element_type():
     q, k, v = tensors("cpu")
     with torch.autocast("cpu", torch.bfloat16):
