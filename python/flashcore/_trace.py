@@ -144,7 +144,8 @@ _LIBRARIES = {"torch", "numpy", "math", "operator", "functools", "builtins", __n
 # autograd are here since the function has to be called to see what it does within them.
 _UNSEEN = frozenset(
     "globals locals vars dir eval exec getattr hasattr setattr delattr attrgetter methodcaller open input random "
-    "is_grad_enabled no_grad enable_grad set_grad_enabled inference_mode get_default_dtype".split()
+    "is_grad_enabled no_grad enable_grad set_grad_enabled inference_mode is_inference_mode_enabled is_autocast_enabled "
+    "get_default_dtype get_default_device backends".split()
 )
 # What code does to things that others see as well, or that it finds by names of its own.
 _OUTSIDE = {
@@ -337,7 +338,11 @@ def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
         return items
     if kind is dict:
         values = known[id(value)] = {}
-        values.update((key, _with_views(traced, item, known)) for key, item in value.items())
+        for key, item in value.items():
+            is_number = _is_tensor(item) and not _is_torch(item) and not len(item.shape)
+            # A dictionary may contain many numbers, of which the function loads few, or reads some.
+            traced.repeatable = traced.repeatable and not is_number
+            values[key] = item if is_number else _with_views(traced, item, known)
         return values
     if kind is functools.partial:
         func, *args = _with_views(traced, (value.func, *value.args), known)

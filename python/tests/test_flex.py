@@ -1070,6 +1070,13 @@ def test_arrays_of_numpy_that_are_elsewhere():
     ):
         with pytest.raises(NotImplementedError, match=r"an array of NumPy(.|\n)*test_flex.py"):
             flex_attention(q, k, v, score)
+    # Numbers among them, more than a function may load from, are read each time.
+    numbers = {index: numpy.array(index, numpy.float32) for index in range(12)}
+    scaled = lambda score, b, h, i, j: score * numbers[3] + bias[j] * float(numbers[1])
+    for factor in (3, 5):
+        numbers[3][...], numbers[1][...] = factor, factor - 2
+        exact = flex_attention(q, k, v, lambda score, b, h, i, j: score * float(factor) + bias[j] * (factor - 2.0))
+        numpy.testing.assert_allclose(flex_attention(q, k, v, scaled), exact, atol=1e-6)
     with pytest.raises(IndexError, match="list index"):
         flex_attention(q, k, v, lambda score, b, h, i, j: score + listed[1])
 
