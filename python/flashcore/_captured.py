@@ -177,7 +177,8 @@ def _constant(text: str, device: Any) -> Any:
     try:
         return torch.tensor(int(text), dtype=torch.int32, device=device)
     except ValueError:
-        return torch.tensor(float(text), device=device)
+        # The program's default element type may be another one.
+        return torch.tensor(float(text), dtype=torch.float32, device=device)
 
 
 def _load(tensor: Any, names: list[Any], indices: list[Any], at: _At) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from . import _arrays, _copies, _flashcore, _patterns
 from ._arguments import flag, refusal, shape_of, shown, whole
 from ._serving import is_compiling
-from ._trace import check_arguments, trace
+from ._trace import check_arguments, check_contents, trace
 
 try:
     from . import _flex_torch as _flex_torch
@@ -217,7 +217,10 @@ class BlockMask:
 
     def rule(self) -> tuple[Any, tuple[Any, ...]]:
         """The mask as a rule, and its tensors."""
-        return trace("mask", "mask_mod", self.mask_mod) if self._moved is None else self._moved
+        if self._moved is None:
+            return trace("mask", "mask_mod", self.mask_mod)
+        check_contents("mask_mod", self._moved[1])
+        return self._moved
 
     def to(self, device: Any) -> BlockMask:
         """The mask with its tensors on a device. Those that are there already are shared."""

@@ -63,6 +63,8 @@ def attend(
     mask, score, captured, blocks = rules
     captured_names = ("attn_mask" if function == "scaled_dot_product_attention" else "a captured tensor",)
     _torch.refuse_tangents(("query", "key", "value", *captured_names * len(captured)), (*tensors, *captured))
+    if not _torch.is_compiling() and _torch.is_recorded(*tensors, *captured):
+        _torch._refuse_transformations((*tensors, *captured))
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -216,12 +218,29 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
             )
         if any(wanted):
             saved = (dout, q, k, v, out, lse, dlse)
-            of_captured = _captured.gradients(saved, scale, (mask, score), captured, wanted)
+            # In float32, whatever the caller's autocast chooses for products.
+            with torch.autocast(q.device.type, enabled=False):
+                of_captured = _captured.gradients(saved, scale, (mask, score), captured, wanted)
+            if torch.is_grad_enabled():
+                # PyTorch's operations recorded nothing of these.
+                made = [it for it in of_captured if it is not None]
+                once = iter(_Once.apply(len(made), *made, dout, dlse, q, k, v, *captured))
+                of_captured = [None if it is None else next(once) for it in of_captured]
     return *gradients, None, None, None, of_captured, None, None, None
 
 
 def _refuse_second(ctx: Any, *_: Any) -> Any:
     raise NotImplementedError("FlashCore has no gradients of gradients")
+
+
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    """Gradients that depend on the other tensors, and cannot be differentiated by them."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tensors[:count]
+
+    backward = staticmethod(_refuse_second)
 
 
 def _vectorize(operator: Any) -> Any:

@@ -111,7 +111,7 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     Args:
         x: (batch, length, heads, head dim) or (rows, heads, head dim), in float8_e4m3fn, float8_e5m2 or int8.
         descale: Factors on the device of ``x``, of shape (), (heads,), (batch, heads), or the shape of ``x`` without
-            its last dimension. Query heads may share factors: the number of factors must divide the heads.
+            its last dimension, with heads or a number that divides them: query heads may share factors.
         dtype: The element type of the result, of the library of ``x``; float32 if None.
 
     Returns:
@@ -132,12 +132,14 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     if not _is_torch(x):
         # NumPy's matrices multiply otherwise.
         x, descale = _namespace(x).asarray(x), _namespace(x).asarray(descale)
-    wide, shape = _float32(x), tuple(descale.shape)
+    wide, descale, shape = _float32(x), _float32(descale), tuple(descale.shape)
     *rows, heads, _ = x.shape
     if shape in ((), (1,)):
         factors = descale.reshape((1,) * len(x.shape))
     elif shape == tuple(x.shape[:-1]):
         factors = descale.reshape((*shape, 1))
+    elif shape[:-1] == tuple(rows) and shape[-1] and heads % shape[-1] == 0:
+        factors = _repeated(descale, heads // shape[-1]).reshape((*rows, heads, 1))
     elif len(shape) == 1 and shape[0] and heads % shape[0] == 0:
         factors = _repeated(descale, heads // shape[0]).reshape((*(1 for _ in rows), heads, 1))
     elif len(shape) == 2 and len(rows) == 2 and shape[0] == rows[0] and shape[1] and heads % shape[1] == 0:

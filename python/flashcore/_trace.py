@@ -4,11 +4,13 @@ with them.
 A trace is kept by what the function is made of: its code, the numbers and functions that it closes over,
 and the element types and shapes of its tensors, but not their contents, nor which tensors they are. A
 function that has been seen is not called again; the tensors are taken from where it has them. What cannot
-be compared (an object that it reads attributes of, the contents of a tensor) makes it be called each time.
+be compared (an object that it reads attributes of, the contents of a tensor, what it imports) makes it be
+called each time, which is always right: in doubt, a function is not compared.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import linecache
@@ -16,6 +18,7 @@ import math
 import os
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -67,12 +70,47 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
         except NotImplementedError as error:
             raise NotImplementedError(f"{argument}: {error}") from None
         if not (parts.comparable and traced.repeatable):
+            check_contents(argument, traced.tensors, parts)
             return rule, tuple(traced.tensors)
-        if len(_traces) >= _MOST_TRACES:
-            _traces.pop(next(iter(_traces)), None)
-        found = _traces[key] = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
+        found = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
+        with _keeping:
+            while len(_traces) >= _MOST_TRACES:
+                _traces.pop(next(iter(_traces)))
+            _traces[key] = found
     rule, used = found
-    return rule, tuple(parts.tensors[index] for index in used)
+    tensors = tuple(parts.tensors[index] for index in used)
+    check_contents(argument, tensors, parts)
+    return rule, tensors
+
+
+def check_contents(argument: str, tensors: Any, parts: _Parts | None = None) -> None:
+    """Refuses whole numbers of more than 32 bits, which kernels cut off, in tensors of the host. To look at those of
+    a device would be to wait for it."""
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") != "int64":
+            continue
+        least, most = _extremes(tensor)
+        if least < -(2**31) or most >= 2**31:
+            place = None if parts is None else parts.index.get(id(tensor))
+            name = "a tensor" if parts is None or place is None else parts.names[place]
+            raise ValueError(
+                f"{argument}: {name} contains {least if least < -(2**31) else most}, expected numbers of 32 bits"
+            )
+
+
+def _extremes(tensor: Any) -> tuple[int, int]:
+    """Returns the least and the largest number of a tensor; zero where they cannot be seen at once."""
+    if _is_torch(tensor):
+        modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not modes
+        if not ordinary or not tensor.numel():
+            return 0, 0
+        least, most = torch.aminmax(tensor)
+    elif type(tensor).__module__ == "numpy" and tensor.size:
+        least, most = tensor.min(), tensor.max()
+    else:
+        return 0, 0
+    return int(least), int(most)
 
 
 def check_arguments(kind: str, argument: str, function: Any) -> None:
@@ -93,6 +131,8 @@ def check_arguments(kind: str, argument: str, function: Any) -> None:
 
 
 _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}
+# Threads that trace at once would let the same oldest one go.
+_keeping = threading.Lock()
 
 
 # ---- what a function is made of ----------------------------------------------------------------------
@@ -100,10 +140,43 @@ _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}
 
 # Whose functions and constants are always the same.
 _LIBRARIES = {"torch", "numpy", "math", "operator", "functools", "builtins", __name__.partition(".")[0]}
+# Names by which code reaches what is not among its parts, or what libraries say differently each time. Modes of
+# autograd are here since the function has to be called to see what it does within them.
+_UNSEEN = frozenset(
+    "globals locals vars dir eval exec getattr hasattr setattr delattr attrgetter methodcaller open input random "
+    "is_grad_enabled no_grad enable_grad set_grad_enabled inference_mode is_inference_mode_enabled is_autocast_enabled "
+    "get_default_dtype get_default_device backends".split()
+)
+# What code does to things that others see as well, or that it finds by names of its own.
+_OUTSIDE = {
+    "IMPORT_NAME",
+    "STORE_GLOBAL",
+    "DELETE_GLOBAL",
+    "STORE_ATTR",
+    "DELETE_ATTR",
+    "STORE_SUBSCR",
+    "DELETE_SUBSCR",
+}
+_OF_CELLS = {"STORE_DEREF", "DELETE_DEREF"}
 
 
 def _is_library(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def _is_opaque(function: Any) -> bool:
+    """Returns whether a function is always the same: one of a library's, that closes over nothing of the caller's.
+    ``functools.wraps`` changes what a function says of its module, not its globals."""
+    if function.__closure__ or function.__code__.co_filename.startswith(_HERE):
+        return False
+    return _is_library(function.__globals__.get("__name__"))
+
+
+def _is_constant(function: Any) -> bool:
+    """Returns whether a built-in function is always the same: methods of objects are built-in functions as well."""
+    owner = function.__self__
+    named = owner is None or (type(owner) is types.ModuleType and _is_library(owner.__name__.lstrip("_")))
+    return named and function.__name__ not in _UNSEEN
 
 
 class _Parts:
@@ -117,8 +190,20 @@ class _Parts:
         # Where a tensor is among them, by its identity.
         self.index: dict[int, int] = {}
         self.arrays = False
-        self.comparable = True
-        self._functions: list[Any] = []
+        self._comparable = True
+        # Where functions, lists and dictionaries are among them.
+        self._places: dict[int, int] = {}
+        self._codes: list[Any] = []
+        # Names of what a program has put on functions and tensors.
+        self._attributes: set[str] = set()
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the key says everything that a trace depends on."""
+        # Attributes are common, such as those of parameters, and read by few.
+        if not self._attributes or not self._comparable:
+            return self._comparable
+        return all(self._attributes.isdisjoint(_read_by(code)[0]) for code in self._codes)
 
     def add(self, value: Any, name: str) -> None:
         kind = type(value)
@@ -131,7 +216,10 @@ class _Parts:
             self._add_function(value)
         elif kind is types.ModuleType:
             self.key.append(value)
-            self.comparable = self.comparable and _is_library(value.__name__)
+            self._require(_is_library(value.__name__) and _UNSEEN.isdisjoint(value.__name__.split(".")))
+        elif isinstance(value, type):
+            self.key.append(value)
+            self._require(_is_library(value.__module__))
         elif _is_tensor(value):
             known = self.index.get(id(value))
             if known is not None:
@@ -140,62 +228,89 @@ class _Parts:
             self.index[id(value)] = len(self.tensors)
             self.tensors.append(value)
             self.names.append(name)
-            self.arrays = self.arrays or not _is_torch(value)
-            self.key += ("tensor", value.dtype, value.shape)
-        elif kind is tuple or kind is list:
+            self.key += ("tensor", kind, value.dtype, value.shape)
+            if _is_torch(value):
+                # Others have methods of their own.
+                self._require(_is_library(kind.__module__))
+                self._attributes.update(value.__dict__)
+            else:
+                self.arrays = True
+        elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:
                 self.add(item, name)
+        elif kind is list:
+            if self._is_new(value):
+                self.add(tuple(value), name)
+        elif kind is dict:
+            if self._is_new(value):
+                self.add(tuple(value), name)
+                self.add(tuple(value.values()), name)
         elif kind is functools.partial:
             self.key.append(kind)
+            self._attributes.update(value.__dict__)
             self.add(value.func, name)
             self.add(value.args, name)
             self.add(tuple(value.keywords), name)
             self.add(tuple(value.keywords.values()), name)
-        elif kind is types.BuiltinFunctionType or (torch is not None and kind is torch.dtype):
+        elif kind is types.BuiltinFunctionType:
+            self.key.append(value)
+            self._require(_is_constant(value))
+        elif torch is not None and kind is torch.dtype:
             self.key.append(value)
         else:
-            self.comparable = False
+            self._comparable = False
+
+    def _require(self, holds: bool) -> None:
+        self._comparable = self._comparable and holds
+
+    def _is_new(self, value: Any) -> bool:
+        """Adds which one it is of what may be there twice, or inside itself; returns whether it was not there
+        before."""
+        count = len(self._places)
+        place = self._places.setdefault(id(value), count)
+        self.key += (type(value), place)
+        return place == count
 
     def _add_function(self, function: Any) -> None:
-        code = function.__code__
-        if _is_library(function.__module__) and not code.co_filename.startswith(_HERE):
+        if _is_opaque(function):
             self.key.append(function)
             return
-        if any(it is function for it in self._functions):
-            self.key.append("itself")
+        if not self._is_new(function):
             return
-        self._functions.append(function)
+        code = function.__code__
+        self._codes.append(code)
+        self._attributes.update(function.__dict__)
         self.key.append(code)
+        names, within = _read_by(code)
+        self._require(within)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 self.add(cell.cell_contents, name)
             except ValueError:  # it is empty
-                self.comparable = False
-        if function.__defaults__:
-            self.add(function.__defaults__, "default")
-        if function.__kwdefaults__:
-            self.add(tuple(function.__kwdefaults__.items()), "default")
+                self._comparable = False
+        self.add(function.__defaults__, "default")
+        self.add(function.__kwdefaults__, "default")
         around = function.__globals__
-        for name in _names(code):
+        for name in names:
             if name in around:
                 self.key.append(name)
                 self.add(around[name], name)
 
 
-def _names(code: Any) -> tuple[str, ...]:
-    """Returns the global names that code may look up, nested functions included."""
-    known = _names_of.get(code)
-    if known is None:
-        inner = [name for it in code.co_consts if isinstance(it, types.CodeType) for name in _names(it)]
-        known = tuple(dict.fromkeys((*code.co_names, *inner)))
-        if len(_names_of) >= _MOST_TRACES:
-            _names_of.clear()
-        _names_of[code] = known
-    return known
-
-
-_names_of: dict[Any, tuple[str, ...]] = {}
+@functools.lru_cache(_MOST_TRACES)
+def _read_by(code: Any) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of globals and attributes that code may look up, nested functions included, and whether it
+    stays within what it is made of."""
+    inner = [_read_by(it) for it in code.co_consts if isinstance(it, types.CodeType)]
+    names = tuple(dict.fromkeys((*code.co_names, *(name for it, _ in inner for name in it))))
+    steps = [(it.opname, it.argval) for it in dis.get_instructions(code)]
+    within = (
+        all(it for _, it in inner)
+        and not any(name in _UNSEEN or name.startswith("__") for name in code.co_names)
+        and not any(step in _OUTSIDE or (step in _OF_CELLS and of in code.co_freevars) for step, of in steps)
+    )
+    return names, within
 
 
 def _is_torch(value: Any) -> bool:
@@ -203,39 +318,57 @@ def _is_torch(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
+    # Their classes have the same attributes.
+    if isinstance(value, type):
+        return False
     return _is_torch(value) or (hasattr(value, "__dlpack__") and hasattr(value, "shape"))
 
 
 def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
     """The same with arrays of libraries that let nobody watch how they are indexed replaced by ones that
-    do; ``known`` has the functions that were replaced."""
+    do; ``known`` has the functions, lists and dictionaries that were replaced."""
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(_with_views(traced, item, known) for item in value)
+    if id(value) in known:
+        return known[id(value)]
+    if kind is tuple:
+        return tuple(_with_views(traced, item, known) for item in value)
+    if kind is list:
+        items = known[id(value)] = []
+        items.extend(_with_views(traced, item, known) for item in value)
+        return items
+    if kind is dict:
+        values = known[id(value)] = {}
+        for key, item in value.items():
+            is_number = _is_tensor(item) and not _is_torch(item) and not len(item.shape)
+            # A dictionary may contain many numbers, of which the function loads few, or reads some.
+            traced.repeatable = traced.repeatable and not is_number
+            values[key] = item if is_number else _with_views(traced, item, known)
+        return values
     if kind is functools.partial:
         func, *args = _with_views(traced, (value.func, *value.args), known)
-        return functools.partial(
-            func, *args, **{key: _with_views(traced, it, known) for key, it in value.keywords.items()}
-        )
+        return functools.partial(func, *args, **_with_views(traced, value.keywords, known))
     if kind is not types.FunctionType:
         if not _is_tensor(value) or _is_torch(value):
             return value
         return View(traced, value) if len(value.shape) else traced.load(value, ())
-    code = value.__code__
-    if _is_library(value.__module__) and not code.co_filename.startswith(_HERE):
+    if _is_opaque(value):
         return value
-    if id(value) not in known:
-        cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        around = dict(value.__globals__)
-        made = known[id(value)] = types.FunctionType(code, around, value.__name__, None, cells or None)
-        made.__defaults__ = _with_views(traced, value.__defaults__, known)
-        made.__kwdefaults__ = value.__kwdefaults__
-        for name in _names(code):
-            if name in around:
-                around[name] = _with_views(traced, around[name], known)
-        for cell, given in zip(cells, value.__closure__ or ()):
+    code = value.__code__
+    cells = tuple(types.CellType() for _ in value.__closure__ or ())
+    around = dict(value.__globals__)
+    made = known[id(value)] = types.FunctionType(code, around, value.__name__, None, cells or None)
+    made.__dict__.update(value.__dict__)
+    made.__defaults__ = _with_views(traced, value.__defaults__, known)
+    made.__kwdefaults__ = _with_views(traced, value.__kwdefaults__, known)
+    for name in _read_by(code)[0]:
+        if name in around:
+            around[name] = _with_views(traced, around[name], known)
+    for cell, given in zip(cells, value.__closure__ or ()):
+        try:
             cell.cell_contents = _with_views(traced, given.cell_contents, known)
-    return known[id(value)]
+        except ValueError:  # it is empty
+            pass
+    return made
 
 
 # ---- where something went wrong ----------------------------------------------------------------------
@@ -243,7 +376,7 @@ def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
 
 def _is_ours(path: str) -> bool:
     libraries = [_HERE]
-    for module in ("torch", "numpy"):
+    for module in ("torch", "numpy", "jax"):
         file = getattr(sys.modules.get(module), "__file__", None)
         if file:
             libraries.append(os.path.dirname(file) + os.sep)
@@ -257,9 +390,30 @@ def refuse(what: str) -> NoReturn:
         frame = frame.f_back
     if frame is None:
         raise NotImplementedError(what)
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    raise NotImplementedError(f'{what}\n  File "{file}", line {line}, in {frame.f_code.co_name}\n    {text}')
+    raise NotImplementedError(what + _line(frame.f_code, frame.f_lineno))
+
+
+def _line(code: Any, line: int) -> str:
+    file = code.co_filename
+    return f'\n  File "{file}", line {line}, in {code.co_name}\n    {linecache.getline(file, line).strip()}'
+
+
+def _refuse_hidden_array(error: IndexError) -> None:
+    """Refuses an array whose own library was asked to index it by a traced value: those of a function's variables
+    are replaced by views, those of objects are not found."""
+    if "arrays used as indices" not in str(error) and "only integers, slices" not in str(error):
+        return
+    place = None
+    found = error.__traceback__
+    while found is not None:
+        if not _is_ours(found.tb_frame.f_code.co_filename):
+            place = found
+        found = found.tb_next
+    where = "" if place is None else _line(place.tb_frame.f_code, place.tb_lineno)
+    raise NotImplementedError(
+        "an array of NumPy or JAX that is an attribute of an object or made in the function is indexed, expected one "
+        f"in a variable, a list, a tuple or a dictionary{where}"
+    ) from None
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -278,6 +432,9 @@ class Trace:
         self.names: list[str] = []
         # Whether another call of the function would do the same whatever its tensors contain.
         self.repeatable = True
+        # Values that gradients flow through: those of the score and of tensors that require them. Masks have none.
+        self._differentiable = {"score"} if kind == "score" else set()
+        self._recorded = _is_recording()
 
     def run(self) -> Rule:
         function = _with_views(self, self.function, {}) if self.parts.arrays else self.function
@@ -285,11 +442,15 @@ class Trace:
             Traced(self, symbol, "f32" if symbol == "score" else "i32", natural=symbol != "score")
             for symbol in SYMBOLS[self.kind]
         ]
-        if torch is None:
-            result = function(*arguments)
-        else:
-            with _watching(self):
+        try:
+            if torch is None:
                 result = function(*arguments)
+            else:
+                with _watching(self):
+                    result = function(*arguments)
+        except IndexError as error:
+            _refuse_hidden_array(error)
+            raise
         try:
             result = self.lift(result)
             if self.kind == "mask":
@@ -309,12 +470,32 @@ class Trace:
         ]
         return Rule(f"({' '.join([self.kind, name, *declared, *self.lines, result._name])})")
 
-    def make(self, type: str, expression: str, natural: bool = False) -> Traced:
+    def make(self, type: str, expression: str, natural: bool = False, requires_grad: bool = False) -> Traced:
         name = self.known.get(expression)
         if name is None:
             name = self.known[expression] = f"${len(self.lines)}"
             self.lines.append(f"(let {name} {expression})")
+        words = expression.replace("(", " ").replace(")", " ").split()
+        if requires_grad or (type == "f32" and not self._differentiable.isdisjoint(words)):
+            self._differentiable.add(name)
+            if self._recorded and not _is_recording():
+                refuse("an operation under torch.no_grad() is not supported: gradients would flow through it")
         return Traced(self, name, type, natural)
+
+    def detach(self, value: Traced) -> Traced:
+        """Texts have no such operation: only what has no gradients remains as it is."""
+        if isinstance(value, View):
+            differentiable = self._requires_grad(value._tensor)
+        else:
+            differentiable = value._name in self._differentiable
+        if differentiable and self._recorded:
+            refuse(
+                "`detach` of what has gradients (a score, or a tensor that requires grad) is not supported: they would "
+                "flow through it"
+            )
+        # The key does not say which tensors require gradients, nor whether they are recorded.
+        self.repeatable = self.repeatable and (self.kind == "mask" or value._constant is not None)
+        return value
 
     def lift(self, value: Any) -> Traced:
         """Converts a number, or a tensor of one element, to a value."""
@@ -350,7 +531,15 @@ class Trace:
         if number is None:
             number = self._declare(tensor)
         expressions = [self._index(index, size)._name for index, size in zip(indices, tensor.shape)] or ["0"]
-        return self.make(_LOADED.get(stored, stored), f"(load {self.names[number]} {' '.join(expressions)})")
+        expression = f"(load {self.names[number]} {' '.join(expressions)})"
+        return self.make(_LOADED.get(stored, stored), expression, requires_grad=self._requires_grad(tensor))
+
+    def _requires_grad(self, tensor: Any) -> bool:
+        repeatable = self.repeatable
+        found = self.kind == "score" and bool(getattr(tensor, "requires_grad", False))
+        # It was not the function that looked.
+        self.repeatable = repeatable
+        return found
 
     def _declare(self, tensor: Any) -> int:
         if len(self.tensors) == _MOST_TENSORS:
@@ -377,6 +566,11 @@ class Trace:
             return index
         # As PyTorch has it, negative numbers count from the end.
         return _select(_compare("lt", index, 0), _arithmetic("add", index, size), index)
+
+
+def _is_recording() -> bool:
+    """Returns whether autograd records operations."""
+    return torch is not None and bool(torch.is_grad_enabled())
 
 
 def _stored(tensor: Any) -> str:
@@ -622,13 +816,28 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Traced:
 
 def _floor_divide(x: Any, y: Any) -> Traced:
     a, b = _both(x, y)
-    return _floor(_divide(a, b)) if a._type == "f32" else _arithmetic("div", to_int(a), to_int(b))
+    return _divide_floats(a, b)[0] if a._type == "f32" else _arithmetic("div", to_int(a), to_int(b))
+
+
+def _divide_floats(a: Traced, b: Traced) -> tuple[Traced, Traced]:
+    """Returns the quotient, rounded down, and the remainder, which has the sign of the divisor."""
+    quotient = _floor(_divide(a, b))
+    # Nothing of an infinite divisor is taken away, which zero times infinity would not say.
+    product = _select(_compare("eq", quotient, 0.0), 0.0, _arithmetic("mul", b, quotient))
+    rest = _arithmetic("sub", a, product)
+    # The quotient was rounded up to a whole number, or is a negative one too small for a float.
+    signs = _bitwise("xor", _compare("lt", rest, 0.0), _compare("lt", b, 0.0))
+    above = _bitwise("and", signs, _compare("ne", rest, 0.0))
+    return (
+        _select(above, _arithmetic("sub", quotient, 1.0), quotient),
+        _select(above, _arithmetic("add", rest, b), rest),
+    )
 
 
 def _remainder(x: Any, y: Any) -> Traced:
     a, b = _both(x, y)
     if a._type == "f32":
-        return _arithmetic("sub", a, _arithmetic("mul", b, _floor_divide(a, b)))
+        return _divide_floats(a, b)[1]
     a, b = to_int(a), to_int(b)
     # It has the sign of the divisor.
     return a._trace.make("i32", f"(rem {a._name} {b._name})", natural=b._natural)
@@ -788,6 +997,15 @@ def _cast(x: Any, dtype: Any = None, **_: Any) -> Traced:
     refuse(f"a value as {name}, expected float32, float16, bfloat16, int32, int64 or bool")
 
 
+def _to(x: Any, *given: Any, dtype: Any = None, **_: Any) -> Traced:
+    """Converts a value. It is on no device, and goes to any, as functions do that move one beside another."""
+    devices = (torch.device,) if torch is not None else ()
+    for it in (*given, dtype):
+        if it is not None and not isinstance(it, (bool, str, *devices)):
+            return _cast(x, it)
+    return _value(x)
+
+
 def _constant(a: Any, value: Any, size: Any = (), dtype: Any = None, **_: Any) -> Traced:
     if tuple(size):
         refuse(f"a tensor of shape {tuple(size)} is made, expected a number")
@@ -894,7 +1112,7 @@ _FUNCTIONS: dict[str, Callable[..., Traced]] = {
     "clip": _clamp,
     "clamp_min": lambda a, min: _clamp(a, min),
     "clamp_max": lambda a, max: _clamp(a, None, max),
-    "to": _cast,
+    "to": _to,
     "type": _cast,
     "astype": _cast,
     "type_as": _cast,
@@ -905,7 +1123,7 @@ _FUNCTIONS: dict[str, Callable[..., Traced]] = {
     "half": lambda a: to_float(_value(a)),
     "bfloat16": lambda a: to_float(_value(a)),
     "clone": lambda a: a,
-    "detach": lambda a: a,
+    "detach": lambda a: a._trace.detach(a),
     "contiguous": lambda a: a,
     "full_like": _like,
     "zeros_like": lambda a, **options: _like(a, 0, **options),
@@ -961,7 +1179,7 @@ _define_operators()
 # ---- PyTorch -----------------------------------------------------------------------------------------
 
 # What says nothing of a tensor's contents, but what traces are kept by.
-_SHAPES = {"shape", "dtype", "device", "ndim", "is_cuda", "size", "dim", "numel", "stride", "len", "is_floating_point"}
+_SHAPES = {"shape", "dtype", "ndim", "size", "dim", "numel", "len", "is_floating_point"}
 
 
 def _has_traced(values: Any) -> bool:

@@ -91,6 +91,30 @@ def nobody_needs_to_have_anything(group):
     out = ring_attention(empty, empty, empty, group)
     out.sum().backward()
     assert out.shape == empty.shape and empty.grad.shape == empty.shape
+    # Of a head dim of values that is larger, and of no sequences.
+    for batch, rows, dim in ((2, 0, 24), (0, 4, 24), (0, 4, 8)):
+        shapes = (batch, rows, 8, 16), (batch, rows, 2, 16), (batch, rows, 2, dim)
+        leaves = [torch.empty(shape, requires_grad=True) for shape in shapes]
+        out, lse = ring_attention(*leaves, group, return_lse=True)
+        out.sum().backward()
+        assert out.shape == (batch, rows, 8, dim) and lse.shape == (batch, 8, rows)
+        assert all(it.grad.shape == it.shape for it in leaves)
+
+
+def negated_tensors_are_what_they_stand_for(group):
+    """Neither what is sent nor what kernels read is the memory of a view of negatives, or of zeros that have none."""
+    given = [shard(it, group) for it in tensors(48, (8, 8))]
+    negated = [torch._neg_view(-it) for it in given]
+    for variant in VARIANTS:
+        results = []
+        for *leaves, dout in (given, negated):
+            leaves = [it.detach().requires_grad_() for it in leaves]
+            out = context_parallel_attention(*leaves, group, variant=variant, causal=True)
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        for found, expected in zip(*results):
+            assert not found.is_neg() and torch.equal(found, expected), variant
+    zeros = torch._efficientzerotensor(given[0].shape)
+    assert torch.equal(ring_attention(zeros, *given[1:3], group), ring_attention(zeros.clone(), *given[1:3], group))
 
 
 def a_rank_whose_output_nobody_uses_gives_its_part(group):
@@ -261,6 +285,7 @@ BODIES = (
     whole_tensors_come_back,
     positions_are_those_of_own_rows,
     nobody_needs_to_have_anything,
+    negated_tensors_are_what_they_stand_for,
     a_rank_whose_output_nobody_uses_gives_its_part,
     a_rank_that_uses_one_of_two_results_gives_its_part,
     decoding_over_a_spread_cache,

@@ -1,7 +1,11 @@
 """Masks and scores as functions, against the same functions over whole tensors in float64."""
 
+import functools
 import math
+import operator
 import random
+import sys
+import threading
 import time
 import types
 
@@ -366,6 +370,234 @@ def test_contents_that_a_function_reads_are_read_each_time():
     check(q, k, v, mask, derived)
 
 
+def test_functions_in_another_order_are_others(traces):
+    """What is there twice is known by which one it is."""
+    q, k, v = tensors("cpu")
+    add, double = lambda s: s + 1.0, lambda s: s * 2.0
+
+    def chained(*steps):
+        return lambda score, b, h, i, j: steps[2](steps[1](steps[0](score * (1 + j))))
+
+    for steps in ((add, double, add), (add, double, double), (add, add, double), (double, double, double)):
+        check(q, k, v, None, chained(*steps))
+    # So are lists.
+    first, second = [0.5], [0.5]
+    listed = lambda one, other: lambda score, b, h, i, j: score * (2.0 if one is other else 3.0) * (1 + j)
+    check(q, k, v, None, listed(first, first))
+    check(q, k, v, None, listed(first, second))
+    assert traces.of == 6
+
+
+def test_attributes_that_a_function_reads_are_read_each_time(traces):
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS)
+    helper = lambda score: score
+
+    def scored(score, b, h, i, j):
+        return score * scored.alpha + helper.beta * bias[j] * bias.gamma
+
+    for alpha, beta, gamma in ((1.0, 2.0, 1.0), (3.0, 2.0, 1.0), (3.0, 1.0, 1.0), (3.0, 1.0, -1.0)):
+        scored.alpha, helper.beta, bias.gamma = alpha, beta, gamma
+        check(q, k, v, None, scored)
+    assert traces.of == 4
+    # What nobody reads does no harm.
+    other = torch.nn.Parameter(bias)
+    plain = lambda score, b, h, i, j: helper(score) + other[j]
+    plain.__wrapped__ = scored
+    for other.noted in (True, False):
+        with torch.no_grad():
+            check(q, k, v, None, plain)
+    assert traces.of == 5
+
+
+def test_masks_that_libraries_put_together_are_looked_into(traces):
+    """PyTorch's own functions that make functions close over those of the caller."""
+    from torch.nn.attention.flex_attention import and_masks, or_masks
+
+    q, k, v = tensors("cpu")
+    for together in (and_masks, or_masks):
+        for width in (3, 9):
+            near_by = lambda b, h, i, j, width=width: abs(i - j) < width
+            seen = lambda *at: causal(*at) & near_by(*at) if together is and_masks else causal(*at) | near_by(*at)
+            for _ in range(3):
+                near(
+                    [
+                        flex_attention(
+                            q, k, v, block_mask=create_block_mask(together(causal, near_by), 1, 1, QUERIES, KEYS)
+                        )
+                    ],
+                    expected(q, k, v, seen),
+                    q.dtype,
+                )
+    assert traces.of == 4
+    # A decorator gives the name of a library's module.
+    amount = 1.0
+    named = lambda score, b, h, i, j: score * amount * (1 + j)
+    named.__module__ = "torch"
+    first = flex_attention(q, k, v, named)
+    amount = -1.0
+    assert not torch.equal(flex_attention(q, k, v, named), first)
+
+
+def test_methods_of_objects_are_called_each_time():
+    q, k, v = tensors("cpu")
+    settings, numbers, table = {"a": 1}, [1], torch.zeros(1)
+    for get, change in (
+        (functools.partial(settings.get, "a"), lambda: settings.update(a=5)),
+        (functools.partial(numbers.__getitem__, 0), lambda: numbers.__setitem__(0, 5)),
+        (table.numel, lambda: table.resize_(5)),
+    ):
+        mask = lambda b, h, i, j: i - j < get()
+        first = flex_attention(q, k, v, block_mask=create_block_mask(mask, None, None, QUERIES, KEYS))
+        change()
+        second = flex_attention(q, k, v, block_mask=create_block_mask(mask, None, None, QUERIES, KEYS))
+        assert not torch.equal(first, second)
+
+
+def test_what_a_function_imports_or_looks_up_is_looked_up_each_time(monkeypatch):
+    numpy = pytest.importorskip("numpy")
+    q, k, v = tensors("cpu")
+    module = types.ModuleType("module_of_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(globals(), "_amount", 1.0)
+    settings = types.SimpleNamespace()
+
+    def imported():
+        import module_of_a_test
+
+        return module_of_a_test.amount
+
+    def imported_from():
+        from module_of_a_test import amount
+
+        return amount
+
+    lookups = {
+        "import": imported,
+        "from": imported_from,
+        "globals": lambda: globals()["_amount"],
+        "eval": lambda: eval("_amount"),
+        "getattr": lambda: getattr(imported, "amount"),
+        "vars": lambda: vars(imported)["amount"],
+        "__dict__": lambda: imported.__dict__["amount"],
+        "__globals__": lambda: imported.__globals__["_amount"],
+        "random": lambda: float(numpy.random.random()),
+        "attrgetter": lambda: operator.attrgetter("amount")(imported),
+    }
+    for name, amount in lookups.items():
+        results = []
+        for value in (1.0, 3.0):
+            module.amount = imported.amount = settings.amount = value
+            monkeypatch.setitem(globals(), "_amount", value)
+            results.append(flex_attention(q, k, v, lambda s, b, h, i, j: s * (1 + j) * amount()))
+        assert not torch.equal(*results), name
+
+
+def test_what_a_function_writes_is_written_each_time(monkeypatch):
+    q, k, v = tensors("cpu")
+    calls, listed = 0, [0]
+
+    def counted(score, b, h, i, j):
+        nonlocal calls
+        calls = 1
+        return score
+
+    def noted(score, b, h, i, j):
+        listed[0] = 1
+        return score
+
+    for _ in range(3):
+        calls, listed[0] = 0, 0
+        flex_attention(q, k, v, counted), flex_attention(q, k, v, noted)
+        assert calls == listed[0] == 1
+
+
+def test_values_go_to_any_device():
+    def scored(score, b, h, i, j):
+        return score + j.to(score.device).to("cpu", torch.float32) * 0.1 - i.to(score).to(torch.device("cpu"))
+
+    check(*tensors("cpu"), None, scored)
+
+
+def test_strides_and_classes_that_a_function_reads(traces):
+    """Those are not among what shapes and element types say."""
+    q, k, v = tensors("cpu")
+    table = torch.randn(HEADS, KEYS)
+    strided = lambda score, b, h, i, j: score * (1 + j) * table.stride(0) / KEYS + table[h, j] * table.is_cuda
+    check(q, k, v, None, strided)
+    table = torch.randn(KEYS, HEADS).T
+    check(q, k, v, None, strided)
+    classed = lambda score, b, h, i, j: score * (2.0 if isinstance(table, torch.nn.Parameter) else 1 + j)
+    with torch.no_grad():
+        check(q, k, v, None, classed)
+        table = torch.nn.Parameter(table)
+        check(q, k, v, None, classed)
+        before = traces.of
+        check(q, k, v, None, classed)
+        assert traces.of == before
+
+
+def test_common_functions_are_kept(traces):
+    """Those that close over tensors, numbers, and other functions, made anew at each call."""
+    from torch import tanh as imported
+
+    q, k, v = tensors("cpu")
+    bias, ids, slopes = torch.randn(HEADS, KEYS), torch.arange(KEYS) // 7, [0.1 * head for head in range(HEADS)]
+    settings = {"cap": 3.0, "table": torch.randn(KEYS)}
+
+    def made(scale):
+        def helper(score, kv_idx, *, factor=scale):
+            return imported(score / settings["cap"]) * factor + settings["table"][kv_idx]
+
+        def scored(score, b, h, q_idx, kv_idx):
+            total = sum(score * slope for slope in slopes)
+            total = total + torch.where(q_idx > kv_idx, bias[h, kv_idx], math.pi)
+            return helper(total, kv_idx) + operator.mul(score, int(scale)) * isinstance(bias, torch.Tensor)
+
+        return functools.partial(scored)
+
+    mask = lambda: and_masks(causal, lambda b, h, i, j: ids[i] == ids[j])
+    first = flex_attention(q, k, v, made(2.0), create_block_mask(mask(), None, None, QUERIES, KEYS))
+    assert traces.of == 2
+    again = flex_attention(q, k, v, made(2.0), create_block_mask(mask(), None, None, QUERIES, KEYS))
+    assert torch.equal(again, first) and traces.of == 2
+    settings["cap"] = 4.0
+    check(q, k, v, None, made(2.0))
+    assert traces.of == 3
+    settings["table"].neg_()
+    check(q, k, v, None, made(2.0))
+    assert traces.of == 3
+
+
+def test_threads_that_trace_at_once(monkeypatch):
+    """The oldest trace goes once, and no more than so many are kept."""
+
+    class Slow(dict):
+        def __iter__(self):
+            oldest = list(super().__iter__())
+            time.sleep(1e-3)  # Others go on.
+            return iter(oldest)
+
+    monkeypatch.setattr(_trace, "_traces", Slow())
+    monkeypatch.setattr(_trace, "_MOST_TRACES", 2)
+    errors, most = [], []
+
+    def work(first):
+        for number in range(first, first + 20):
+            try:
+                create_block_mask(lambda b, h, i, j: i - j < number, None, None, 8, 8)
+            except Exception as error:
+                errors.append(error)
+            most.append(len(_trace._traces))
+
+    threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and max(most) <= 2
+
+
 def test_a_tensor_that_is_there_twice():
     q, k, v = tensors("cpu", queries=KEYS)
     one = other = torch.randn(KEYS)
@@ -375,7 +607,94 @@ def test_a_tensor_that_is_there_twice():
     check(q, k, v, None, score)
 
 
+def test_quotients_and_remainders_of_floats():
+    """With the sign of the divisor, infinite ones included."""
+    x = torch.tensor([-7.5, -3.0, -1.0, -1e-20, 0.0, 1e-20, 1.0, 3.0, 7.5, 100.0])
+    y = torch.tensor([2.0, -2.0, 0.75, -0.75, 3.0, math.inf, -math.inf])
+    quotient, rest = x[:, None] // y, x[:, None] % y
+    same = lambda b, h, i, j: (x[i] // y[j] == quotient[i, j]) & (x[i] % y[j] == rest[i, j])
+    assert flashcore.create_mask(same, None, None, len(x), len(y)).all()
+    nothing = [torch.zeros(1, 1, length, 8) for length in (len(x), len(y), len(y))]
+    block_mask = create_block_mask(same, None, None, len(x), len(y))
+    _, lse = flex_attention(*nothing, block_mask=block_mask, return_lse=True)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(len(y))))
+    # The remainder's derivatives are PyTorch's.
+    by = torch.tensor(1.25, requires_grad=True)
+    score = lambda score, b, h, i, j: score % by
+    given = [it.requires_grad_() for it in tensors("cpu", dim=64)]
+    exact = [it.detach().double().requires_grad_() for it in given]
+    direction = torch.randn(given[0].shape)
+    found = torch.autograd.grad(flex_attention(*given, score), (*given, by), direction)
+    truth = torch.autograd.grad(expected(*exact, None, score)[0], (*exact, by), direction.double())
+    for mine, of in zip(found, truth):
+        torch.testing.assert_close(mine.double(), of.double(), rtol=2e-4, atol=2e-4)
+
+
 # ---- refusals ----------------------------------------------------------------------------------------
+
+
+def test_values_without_gradients_are_refused_where_they_have_some():
+    q, k, v = tensors("cpu")
+    bias, free = torch.randn(KEYS, requires_grad=True), torch.randn(KEYS)
+
+    def silent(score, b, h, i, j):
+        gate = torch.sigmoid(score)
+        with torch.no_grad():
+            gate = torch.sigmoid(score)
+        return score * gate
+
+    gated = lambda score, b, h, i, j: score * torch.sigmoid(score).detach()
+    loaded = lambda score, b, h, i, j: score + bias[j].detach()
+    part = bias.expand(HEADS, KEYS)
+    viewed = lambda score, b, h, i, j: score + part[h].detach()[j]
+    for score, what in ((gated, "detach"), (loaded, "detach"), (viewed, "detach"), (silent, "no_grad")):
+        # Where nothing is recorded, nothing is lost; the trace is not that of the call after it.
+        with torch.no_grad():
+            check(q, k, v, None, score)
+        with pytest.raises(NotImplementedError, match=what):
+            flex_attention(q, k, v, score)
+    # Neither here: positions, tensors that have none, and tensors before they are indexed.
+    harmless = lambda score, b, h, i, j: score * (1 + (i - j).detach() / KEYS) + free[j].detach() + bias.detach()[j]
+    given = [it.requires_grad_() for it in (q, k, v)]
+    exact = [it.detach().double().requires_grad_() for it in given]
+    direction = torch.randn(q.shape)
+    found = torch.autograd.grad(flex_attention(*given, harmless), (*given, bias), direction, allow_unused=True)
+    assert found[3] is None
+    truth = torch.autograd.grad(expected(*exact, None, harmless)[0], exact, direction.double())
+    near(found[:3], truth, q.dtype)
+    # The same function of a tensor that has them later.
+    flex_attention(q, k, v, lambda score, b, h, i, j: score + free[j].detach())
+    free.requires_grad_()
+    with pytest.raises(NotImplementedError, match="detach"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + free[j].detach())
+
+
+def test_numbers_of_more_than_32_bits_are_refused():
+    """Kernels would cut them off, and documents see each other."""
+    numpy = pytest.importorskip("numpy")
+    for ids in (torch.arange(KEYS) * 2**32, numpy.arange(KEYS) * 2**32 - 2**40):
+        with pytest.raises(ValueError, match="mask_mod: ids contains -?[0-9]+, expected numbers of 32 bits"):
+            create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, QUERIES, KEYS)
+    ids = torch.arange(KEYS)
+    score = lambda score, b, h, i, j: torch.where(ids[i] == ids[j], score, 0.0)
+    mask = create_block_mask(lambda b, h, i, j: ids[i] <= ids[j], None, None, QUERIES, KEYS).to("cpu")
+    check(*tensors("cpu"), None, score)
+    # What is in a tensor may change.
+    ids[3] = -(2**31) - 1
+    with pytest.raises(ValueError, match="score_mod: ids contains -2147483649"):
+        flex_attention(*tensors("cpu"), score)
+    with pytest.raises(ValueError, match="mask_mod: .* contains -2147483649"):
+        flex_attention(*tensors("cpu"), block_mask=mask)
+    ids[3] = -(2**31)
+    check(*tensors("cpu"), None, score)
+
+
+def test_classes_are_no_tensors():
+    q, k, v = tensors("cpu")
+    kind, bias = torch.Tensor, torch.randn(KEYS)
+    check(q, k, v, None, lambda score, b, h, i, j: score + bias[j] if isinstance(bias, kind) else score)
+    with pytest.raises(NotImplementedError, match="a <class .* stands where a number must"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + kind)
 
 
 def branches(score, b, h, q_idx, kv_idx):
@@ -792,6 +1111,45 @@ def test_arrays_of_numpy():
     )
 
 
+def test_arrays_of_numpy_that_are_elsewhere():
+    """In defaults, dictionaries and lists; in objects, where nobody finds them, they are refused."""
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    bias = numpy.random.default_rng(2).standard_normal(KEYS).astype(numpy.float32)
+    named, listed, inside = {"bias": bias}, [[bias]], types.SimpleNamespace(bias=bias)
+    named["itself"] = named
+
+    def of_default(score, b, h, i, j, *, bias=bias):
+        return score + bias[j]
+
+    def of_part(score, b, h, i, j, *, bias):
+        return score + bias[j]
+
+    expected = flex_attention(q, k, v, lambda score, b, h, i, j: score + bias[j])
+    for score in (
+        of_default,
+        functools.partial(of_part, bias=bias),
+        lambda score, b, h, i, j: score + named["itself"]["bias"][j],
+        lambda score, b, h, i, j: score + listed[0][0][j],
+    ):
+        numpy.testing.assert_array_equal(flex_attention(q, k, v, score), expected)
+    for score in (
+        lambda score, b, h, i, j: score + inside.bias[j],
+        lambda score, b, h, i, j: score + numpy.ones(KEYS, numpy.float32)[j],
+    ):
+        with pytest.raises(NotImplementedError, match=r"an array of NumPy(.|\n)*test_flex.py"):
+            flex_attention(q, k, v, score)
+    # Numbers among them, more than a function may load from, are read each time.
+    numbers = {index: numpy.array(index, numpy.float32) for index in range(12)}
+    scaled = lambda score, b, h, i, j: score * numbers[3] + bias[j] * float(numbers[1])
+    for factor in (3, 5):
+        numbers[3][...], numbers[1][...] = factor, factor - 2
+        exact = flex_attention(q, k, v, lambda score, b, h, i, j: score * float(factor) + bias[j] * (factor - 2.0))
+        numpy.testing.assert_allclose(flex_attention(q, k, v, scaled), exact, atol=1e-6)
+    with pytest.raises(IndexError, match="list index"):
+        flex_attention(q, k, v, lambda score, b, h, i, j: score + listed[1])
+
+
 @DEVICES
 def test_gradients_go_through_functions(device):
     given = tensors(device)
@@ -880,6 +1238,56 @@ def test_captured_tensors_alone_have_gradients():
     torch.testing.assert_close(bias.grad, through)
     with torch.no_grad():
         assert not flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).requires_grad
+
+
+def test_gradients_of_captured_tensors_are_not_differentiated():
+    """Neither by way of a function's tensors nor of an additive mask, of which PyTorch recorded nothing."""
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS, requires_grad=True)
+    for call in (
+        lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s * bias[j]),
+        lambda: scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)),
+    ):
+        direction = torch.randn(q.shape, requires_grad=True)
+        (once,) = torch.autograd.grad(call(), bias, direction, create_graph=True)
+        (plain,) = torch.autograd.grad(call(), bias, direction.detach())
+        assert torch.equal(once, plain)
+        for wanted in (bias, direction):
+            with pytest.raises(NotImplementedError, match="FlashCore has no gradients of gradients"):
+                torch.autograd.grad(once.square().sum(), wanted, retain_graph=True)
+
+
+def test_transformations_are_refused():
+    q, k, v = tensors("cpu")
+    bias = torch.randn(KEYS)
+    for function, given in (
+        (lambda q: flex_attention(q, k, v, lambda s, b, h, i, j: s + j).sum(), q),
+        (lambda bias: flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j]).sum(), bias),
+        (lambda bias: scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum(), bias),
+    ):
+        with pytest.raises(NotImplementedError, match="torch.func.grad and its kin are not supported"):
+            torch.func.grad(function)(given)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_captured_tensors_are_computed_in_float32(default):
+    """Whatever autocast chooses for products, and whatever numbers are by default."""
+    q, k, v = tensors("cpu")
+    slopes = torch.randn(HEADS, requires_grad=True)
+    score = lambda s, b, h, i, j: torch.tanh(s * 0.37) * slopes[h] * 1.37 - 0.113
+    direction = torch.randn(q.shape)
+    (truth,) = torch.autograd.grad(
+        expected(*(it.double() for it in (q, k, v)), None, score)[0], slopes, direction.double()
+    )
+    out = flex_attention(q, k, v, score)
+    torch.set_default_dtype(default)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,) = torch.autograd.grad(out, slopes, direction)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scale = truth.abs().max().item()
+    near([found / scale], [truth.double() / scale], torch.float32)
 
 
 def test_autocast_chooses_the_element_type():

@@ -50,6 +50,17 @@ def test_query_heads_share_the_factors_of_key_heads():
     largest = abs(q).reshape(2, 5, 2, 3, 16).max(axis=(1, 3, 4))
     assert np.array_equal(descale, largest * np.float32(1 / 448))
     assert abs(dequantize(small, descale) - q).max() < 0.2
+    for per in PER:
+        for x in (q, q[0]):
+            if per == "sequence" and x.ndim == 3:
+                continue
+            small, descale = quantize(x, per=per, kv_heads=2)
+            assert abs(dequantize(small, descale) - x).max() < 0.3
+            # Factors in other types give float32 as well.
+            found = dequantize(small, descale.astype(np.float64))
+            assert found.dtype == np.float32 and np.array_equal(found, dequantize(small, descale))
+    with pytest.raises(ValueError, match="descale has shape"):
+        dequantize(small, np.ones((2, 5, 4), np.float32))
 
 
 def test_integers_are_nearest_even_and_saturate():

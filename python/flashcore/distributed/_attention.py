@@ -58,6 +58,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 def forward(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any, tuple[Any, ...]]:
     """Computes output and log-sum-exps of the rank's rows, and returns what the backward pass
     needs."""
+    q, k, v = (_in_memory(it) for it in (q, k, v))
     if call.plan.nodes == 1:
         out, lse = _forward_steps(q, k, v, call)
         return out, lse, (q, k, v, out, lse)
@@ -70,6 +71,12 @@ def forward(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any, tuple[Any, ..
         (lse,) = to_rows([lse.transpose(1, 2).unsqueeze(-1)], call)
         lse = lse.squeeze(-1).transpose(1, 2)
     return out, lse, saved
+
+
+def _in_memory(tensor: Any) -> Any:
+    """Returns a tensor whose values are those of its memory, which is what is sent, and what kernels read: PyTorch
+    may keep them negated (``torch._neg_view``), or keep no zeros at all."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def _forward_steps(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
@@ -91,7 +98,7 @@ def backward(dout: Any, dlse: Any, saved: tuple[Any, ...], call: Call) -> tuple[
     """Computes the gradients of the rank's queries, keys and values from those of its output and, unless it is None,
     of its log-sum-exps."""
     q, k, v, out, lse = saved
-    plan = call.plan
+    dout, plan = _in_memory(dout), call.plan
     if plan.nodes > 1:
         if call.lse:
             # Others wait for this rank's part of these too.
