@@ -279,8 +279,8 @@ def _backward(
             into = [torch.empty_like(it) if to is None else to for it, to in zip(tensors, gradients)]
             for gradient in into if ragged else ():
                 gradient.zero_()
-            saved = (out, lse, dout, None)
-            _gradients.run((q, k, v, *lists), numbers, function, saved, (*into, None), deterministic)
+            given = _gradients.with_gradients(out, lse, dout, None)
+            _gradients.run((q, k, v, *lists), numbers, function, given, (*into, None), deterministic)
             return
         call = (*_gradients.flat(numbers), *lists, function, deterministic, [True, True, True, False])
         for name, to, made in zip(
