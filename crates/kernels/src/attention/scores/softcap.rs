@@ -42,21 +42,21 @@ pub(crate) struct Softcap {
     small: Option<Polynomial>,
 }
 
-/// The polynomial for small scores.
+/// The polynomial for small scores, by what it is in.
 #[derive(Clone, Copy)]
 enum Polynomial {
-    /// In the exponents of two of `e^2x`.
-    OfExponents,
+    /// The exponents of two of `e^2x`.
+    Exponents,
     /// The same, where each score is small by itself.
-    OfEachExponent,
-    /// In the scores themselves, up to `most`: one instruction less for each.
-    OfScores(OfScores),
+    EachExponent,
+    /// The scores themselves, up to `most`: one instruction less for each.
+    Scores(ScorePolynomial),
 }
 
 /// An odd polynomial of scores: the coefficients of the powers 1, 3, 5 and 7, and the largest
 /// absolute value it serves.
 #[derive(Clone, Copy)]
-struct OfScores {
+struct ScorePolynomial {
     coefficients: [Reg<F32>; 4],
     most: Reg<F32>,
 }
@@ -67,7 +67,7 @@ struct OfScores {
 #[derive(Clone, Copy)]
 pub(crate) struct CappedExponents {
     softcap: Softcap,
-    polynomial: OfScores,
+    polynomial: ScorePolynomial,
     /// Whether the polynomial serves all products of the warp.
     pub(crate) served: Reg<Pred>,
 }
@@ -80,12 +80,12 @@ impl Softcap {
 
     /// Adds the polynomial of exponents, which needs no coefficients in registers.
     pub(crate) fn with_small_exponents(self) -> Self {
-        Softcap { small: Some(Polynomial::OfExponents), ..self }
+        Softcap { small: Some(Polynomial::Exponents), ..self }
     }
 
     /// Adds the polynomial of exponents, for each score that is small, whatever the others are.
     pub(crate) fn with_each_small_exponent(self) -> Self {
-        Softcap { small: Some(Polynomial::OfEachExponent), ..self }
+        Softcap { small: Some(Polynomial::EachExponent), ..self }
     }
 
     /// Returns whether capped scores are in units of log2.
@@ -108,8 +108,8 @@ impl Softcap {
         let inverse = k.reciprocal(factor);
         let most = (inverse * SMALL).minimum(MOST);
         let most = factor.at_most(LARGEST_FACTOR).select::<F32>(most, -1.0);
-        let small = OfScores { coefficients, most: k.eval(most) };
-        Softcap { small: Some(Polynomial::OfScores(small)), ..self }
+        let small = ScorePolynomial { coefficients, most: k.eval(most) };
+        Softcap { small: Some(Polynomial::Scores(small)), ..self }
     }
 
     /// Caps scores in units of log2, with the last factor `outer`, so that the polynomial of scores
@@ -117,24 +117,24 @@ impl Softcap {
     /// assembler reads from constant memory and keeps no registers for.
     pub(crate) fn in_log2(self, k: &mut Builder, outer: Reg<F32>) -> Self {
         use Scale::{CapCubic, CapLinear, CapMost, CapQuintic, CapSeptic};
-        let small = OfScores {
+        let small = ScorePolynomial {
             coefficients: [CapLinear, CapCubic, CapQuintic, CapSeptic].map(|it| it.read(k)),
             most: CapMost.read(k),
         };
-        Softcap { outer: Some(outer), small: Some(Polynomial::OfScores(small)), ..self }
+        Softcap { outer: Some(outer), small: Some(Polynomial::Scores(small)), ..self }
     }
 
     /// Caps scores in place.
     pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score]) {
         let Some(small) = &self.small else { return self.exactly(k, scores) };
         let served = match small {
-            Polynomial::OfEachExponent => return self.one_by_one(k, scores),
-            Polynomial::OfExponents => {
+            Polynomial::EachExponent => return self.one_by_one(k, scores),
+            Polynomial::Exponents => {
                 let largest = largest_size(k, scores);
                 let served = self.serves_exponent(k, largest);
                 k.all(served)
             }
-            Polynomial::OfScores(small) => {
+            Polynomial::Scores(small) => {
                 let largest = largest_size(k, scores);
                 k.all(largest.at_most(small.most))
             }
@@ -154,7 +154,7 @@ impl Softcap {
             let served = k.eval(served);
             let exact = Score { register: k.variable(score.register), ..*score };
             self.exactly(k, &[exact]);
-            self.small(k, &Polynomial::OfExponents, &[*score]);
+            self.small(k, &Polynomial::Exponents, &[*score]);
             k.set(score.register, served.select::<F32>(score.register, exact.register));
         }
     }
@@ -162,7 +162,7 @@ impl Softcap {
     /// Returns how the softmax takes the exponents of these products, where they may come straight
     /// from them ([`in_log2`](Softcap::in_log2)).
     pub(crate) fn exponents(&self, k: &mut Builder, products: &[Score]) -> Option<CappedExponents> {
-        let (Some(_), Some(Polynomial::OfScores(polynomial))) = (self.outer, self.small) else {
+        let (Some(_), Some(Polynomial::Scores(polynomial))) = (self.outer, self.small) else {
             return None;
         };
         let largest = largest_size(k, products);
@@ -193,16 +193,16 @@ impl Softcap {
         let constant = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
         for Score { register, .. } in scores {
             let (x, coefficients): (_, [Value<F32>; 4]) = match small {
-                Polynomial::OfExponents | Polynomial::OfEachExponent => (
+                Polynomial::Exponents | Polynomial::EachExponent => (
                     k.eval(*register * self.inner),
                     [0, 1, 2, 3].map(|power| constant(power).into()),
                 ),
-                Polynomial::OfScores(small) => (*register, small.coefficients.map(Value::from)),
+                Polynomial::Scores(small) => (*register, small.coefficients.map(Value::from)),
             };
             let slope = over_argument(k, x, coefficients);
             match (small, self.outer) {
                 // Of a high cap `x` may be so small that the product with the slope underflows.
-                (Polynomial::OfExponents, Some(outer)) => k.set(*register, slope * (x * outer)),
+                (Polynomial::Exponents, Some(outer)) => k.set(*register, slope * (x * outer)),
                 _ => k.set(*register, slope * x),
             }
         }
@@ -256,7 +256,7 @@ impl CappedExponents {
     /// under a high cap larger than the scores, so this takes a polynomial too. With the same one, the
     /// assembler would keep what `exponent` has computed of it, and spill hundreds of bytes.
     pub(crate) fn cap(&self, k: &mut Builder, products: &[Score]) {
-        self.softcap.small(k, &Polynomial::OfExponents, products);
+        self.softcap.small(k, &Polynomial::Exponents, products);
     }
 }
 
