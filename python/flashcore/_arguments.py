@@ -157,3 +157,14 @@ def window(window_size: Any) -> tuple[int, int]:
         raise ValueError(f"window_size={shown(window_size)}, expected two whole numbers, (left, right)")
     left, right = window_size
     return -1 if left is None else left, -1 if right is None else right
+
+
+def rows_of_sequences(searchsorted: Callable[..., Any], row: Any, cu_seqlens: Any, seqused: Any) -> Any:
+    """Returns whether rows belong to a sequence, in a form that goes with log-sum-exps: packed rows where
+    ``cu_seqlens`` is given, otherwise rows of each sequence and head. ``searchsorted`` is PyTorch's or JAX's."""
+    if cu_seqlens is None:
+        return row < (row.shape[-1] if seqused is None else seqused[:, None, None])
+    begins = cu_seqlens[:-1]
+    ends = cu_seqlens[1:] if seqused is None else begins + seqused
+    # More sequences have begun there than have ended.
+    return searchsorted(begins, row, side="right") > searchsorted(ends, row, side="right")

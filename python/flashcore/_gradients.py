@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _flashcore
-from ._arguments import window
+from ._arguments import rows_of_sequences, window
 
 # The operators are named after the package, since a process may have two of it: one may come from a
 # hub.
@@ -109,22 +109,30 @@ def backward(
 ) -> list[Any]:
     """Computes the gradients of q, k, v, packed as these were given, and of sinks; None for those
     not needed. ``saved`` is as for :func:`run`."""
+    if _has_sinks_alone(tensors, lists):
+        return _without_keys(saved, tensors, lists, needed)
     separate = parts(*tensors)
-    if lists[SINKS] is not None and separate[1].numel() == 0:
-        return _without_keys(saved, (*tensors, lists[SINKS]), needed)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     into = (*parts(*gradients[:3]), gradients[3])
     run((*separate, *lists), numbers, function, saved, into, deterministic)
     return [it if need else None for it, need in zip(gradients, needed)]
 
 
-def _without_keys(saved: tuple[Any, Any, Any, Any], tensors: tuple[Any, ...], needed: Any) -> list[Any]:
+def _has_sinks_alone(tensors: tuple[Any, ...], lists: Any) -> bool:
+    """Returns whether there are sinks and no keys, for which no kernel is launched."""
+    return lists[SINKS] is not None and parts(*tensors)[1].numel() == 0
+
+
+def _without_keys(saved: tuple[Any, Any, Any, Any], tensors: tuple[Any, ...], lists: Any, needed: Any) -> list[Any]:
     """Gradients where there are no keys. The log-sum-exp of a row is its sink then, and its output is zero."""
-    gradients = [None if it is None or not need else torch.zeros_like(it) for it, need in zip(tensors, needed)]
+    of = zip((*tensors, lists[SINKS]), needed)
+    gradients = [None if it is None or not need else torch.zeros_like(it) for it, need in of]
     _, lse, _, dlse = saved
     if needed[3] and dlse is not None:
-        # Rows that belong to no sequence have no sink either.
-        rows = torch.where(lse == -torch.inf, 0.0, dlse)
+        # What the log-sum-exps of rows that belong to no sequence hold is not defined.
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        exists = rows_of_sequences(torch.searchsorted, row, lists[0], lists[2]) & (lse > -torch.inf)
+        rows = torch.where(exists, dlse, 0.0)
         gradients[3] = rows.sum([at for at in range(rows.dim()) if at != rows.dim() - 2])
     return gradients
 
@@ -222,6 +230,9 @@ unwrap: Any = torch._C._functorch.unwrap_if_dead
 
 def _by_operator(saved: tuple[Any, Any, Any, Any], tensors: Any, call: tuple[Any, ...], needed: Any) -> list[Any]:
     """Computes gradients by the operator ``attention_backward``; None for those not needed."""
+    lists = call[NUMBERS : NUMBERS + LISTS]
+    if _has_sinks_alone(tensors, lists):
+        return _without_keys(saved, tensors, lists, needed)
     out, lse, dout, dlse = saved
     found = iter(operators.attention_backward(dout, *tensors, out, lse, dlse, *call, list(needed)))
     return [next(found) if need else None for need in needed]

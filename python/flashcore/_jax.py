@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _flashcore
+from ._arguments import rows_of_sequences
 from ._jax_sharding import OUTER, explicit, over_devices, sizes_of
 
 # Named after the package, of which a process may have two: one may be from a hub.
@@ -25,7 +26,7 @@ for _name, _target in ((_FORWARD, "attention"), (_BACKWARD, "attention_backward"
         jax.ffi.register_ffi_target(_name, _flashcore.xla_target(_target, _platform), platform=_platform)
 
 # Where lists, pages, slopes, sinks, factors and the output's memory are among the tensors.
-_STARTS, _ENTRIES, _PAGES, _SLOPES, _SINKS, _FACTORS, _OUT = (3, 4), 8, 9, 10, 11, (12, 13, 14), 15
+_STARTS, _USED, _ENTRIES, _PAGES, _SLOPES, _SINKS, _FACTORS, _OUT = (3, 4), (5, 6), 8, 9, 10, 11, (12, 13, 14), 15
 _HEADS_FIRST = "scaled_dot_product_attention"
 
 
@@ -92,8 +93,11 @@ def _gradients(call: _Call, saved: Any, cotangents: Any) -> Any:
     if any(given[at].size == 0 for at in (0, 1, 2)):
         found: Any = [jnp.zeros_like(given[at]) for at in wanted]
         if call.lse and _SINKS in call.places:
-            # The log-sum-exp of a row without keys is its sink, unless it belongs to no sequence.
-            of_sums = jnp.where(sums == -jnp.inf, 0.0, cotangents[1])
+            # The log-sum-exp of a row without keys is its sink. What that of a row which belongs to no sequence
+            # holds is not defined.
+            row = jnp.arange(sums.shape[-1])
+            exists = rows_of_sequences(jnp.searchsorted, row, given.get(_STARTS[0]), given.get(_USED[0]))
+            of_sums = jnp.where(exists & (sums > -jnp.inf), cotangents[1], 0.0)
             found[-1] = of_sums.sum([at for at in range(of_sums.ndim) if at != of_sums.ndim - 2])
     else:
         found = _once(call, _BACKWARD, *arrays, out, sums, *cotangents)
@@ -249,7 +253,7 @@ def _refuse(call: _Call, given: dict[int, Any]) -> None:
 
 def _is_partial(call: _Call, query: Any, key: Any) -> bool:
     """Returns whether there are rows that belong to no sequence, or keys beyond the last query."""
-    if any(at in call.places for at in (3, 4, 5, 6)):
+    if any(at in call.places for at in (*_STARTS, *_USED)):
         return True
     causal = dict(call.numbers)["causal"]
     return bool(causal and call.function == _HEADS_FIRST and key.shape[-2] > query.shape[-2])
