@@ -149,7 +149,7 @@ pub(crate) fn lint(verbose: bool) -> Result<String, String> {
     Ok(String::new())
 }
 
-/// Runs the tests that need a GPU on the virtual one, with the package that [`test`] installed. Where
+/// Runs the tests that need a GPU on the virtual one, with the package that [`test`](fn@test) installed. Where
 /// there is a real GPU, they have run there.
 pub(crate) fn test_on_virtual_gpu(verbose: bool) -> Result<String, String> {
     if Path::new("/dev/nvidiactl").exists() {
