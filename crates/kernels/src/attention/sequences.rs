@@ -210,7 +210,7 @@ impl Span {
 }
 
 /// Returns the last of `count` sequences that begins no later than `place`, or the first one. `begin`
-/// returns where a sequence begins, later for each than for the one before. The lanes of a warp
+/// returns where a sequence begins, no earlier than the one before. The lanes of a warp
 /// search 32 sequences at a time.
 pub(crate) fn search(
     k: &mut Builder,

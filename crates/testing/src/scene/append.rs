@@ -64,6 +64,18 @@ impl AppendSize {
         }
     }
 
+    /// Returns one sequence more than two for each lane of a warp, with empty ones among them and as
+    /// the first.
+    pub fn many() -> Self {
+        let repeat = |counts: &[usize]| counts.iter().copied().cycle().take(65).collect();
+        AppendSize {
+            lengths: repeat(&[0, 1, 2, 3, 4, 5, 6]),
+            new: repeat(&[0, 1, 0, 2, 3]),
+            queries: repeat(&[2, 0, 1]),
+            ..AppendSize::small()
+        }
+    }
+
     /// Returns the problem as it is posed to the library.
     fn problem(&self, append: &Append, cache: Shape) -> AppendProblem {
         let most = |counts: &[usize]| counts.iter().copied().max().unwrap_or(0).max(1);

@@ -46,7 +46,8 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         ..AppendSize::small()
     };
     let begun = AppendSize { hostile: false, ..late.clone() };
-    [unordered, hostile, late, begun, unlisted, used, single, long]
+    let many = AppendSize { key_heads: 1, heads: 2, ..AppendSize::many() };
+    [unordered, hostile, late, begun, unlisted, used, single, long, many]
         .iter()
         .map(|size| Scene::append(*it, size))
         .collect()
