@@ -7,6 +7,7 @@
 //! ```
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -155,12 +156,30 @@ pub(crate) fn test_on_virtual_gpu(verbose: bool) -> Result<String, String> {
     if Path::new("/dev/nvidiactl").exists() {
         return Ok("there is a GPU".to_owned());
     }
-    let library = virtual_gpu::lay_out(verbose)?.join("libcuda.so.1");
+    let library = virtual_gpu::lay_out(verbose)?.join(virtual_gpu::LIBRARY);
     let mut tests = program(test_environment()?);
-    tests.arg("python/tests/virtual_gpu").arg(library).args(["--quiet", "python/tests"]);
+    tests.arg(VIRTUAL_GPU).arg(library).args(["--quiet", "python/tests"]);
     tests.env("FLASHCORE_HUB", hub_folder());
     Ok(format!("{} tests", Summary::of(&run(tests, verbose)?.log).passed))
 }
+
+/// Writes a program that stands for Python and runs a file on the virtual GPU, whose library is in a
+/// folder.
+pub(crate) fn on_virtual_gpu(folder: &Path) -> Result<PathBuf, String> {
+    let (python, package) = (test_environment()?, root().join(VIRTUAL_GPU));
+    let library = folder.join(virtual_gpu::LIBRARY);
+    let [python, package, library] = [&python, &package, &library].map(|it| it.display());
+    let text =
+        format!("#!/bin/sh\nexec \"{python}\" \"{package}\" \"{library}\" --program \"$@\"\n");
+    let file = folder.join("python");
+    let written = fs::write(&file, text)
+        .and_then(|()| fs::set_permissions(&file, fs::Permissions::from_mode(0o755)));
+    written.map_err(|error| format!("cannot write {}: {error}", file.display()))?;
+    Ok(file)
+}
+
+/// Runs PyTorch on the virtual GPU.
+const VIRTUAL_GPU: &str = "python/tests/virtual_gpu";
 
 /// Where the package for the hub is laid out for the tests.
 fn hub_folder() -> PathBuf {

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use crate::process::{cargo, program, run};
 use crate::test::Finding;
-use crate::{Outcome, root, target};
+use crate::{Outcome, python, root, target};
 
 /// Small problems for each kernel, over all masks, rules, element types and storages. Where there is no
 /// name, all kernels take their turns; the scalar one would take a minute for the others.
@@ -64,10 +64,34 @@ const PROBLEMS: [(Option<&str>, &[&str]); 5] = [
     ),
 ];
 
+/// What is measured from PyTorch, where the bench launches kernels from a program of its own, and how
+/// many results there are. Without a peer, what has no gradients would be launched from Rust.
+const MEASURED: [(usize, &[&str]); 2] = [
+    (
+        8,
+        &[
+            "--problem=b=2,h=2,hk=1,s=128,d=64,bf16,causal",
+            "--problem=b=2,h=4,hk=2,s=1,sk=256,d=64,bf16",
+            "--problem=b=3,h=2,s=120,d=64,bf16,causal,queries=packed:250,keys=packed:250",
+            "--candidates=flashcore,page16,efficient",
+            "--cache=both",
+        ],
+    ),
+    (
+        2,
+        &[
+            "--problem=h=2,s=128,d=64,bf16,causal",
+            "--problem=h=2,hk=1,s=100,d=128,f16",
+            "--backward",
+            "--candidates=flashcore",
+        ],
+    ),
+];
+
 /// All hazards are looked for, under random schedules.
 const OPTIONS: &str = "checked,policy=random,seed=1";
 
-/// Checks problems on the virtual GPU, and runs the driver layer's own tests there.
+/// Checks problems on the virtual GPU, and runs the driver layer's own tests there, and the bench.
 pub(crate) fn check(verbose: bool) -> Finding {
     let folder = lay_out(verbose)?;
     let run = |mut command: Command| {
@@ -83,9 +107,22 @@ pub(crate) fn check(verbose: bool) -> Finding {
         run(command)?;
     }
     run(cargo(&["test", "--workspace", "--test", "device"]))?;
+    let python = python::on_virtual_gpu(&folder)?;
+    for (expected, options) in MEASURED {
+        let mut command = program(target().join("debug/flashcore"));
+        command.args(["bench", "--json", "--rounds=2", "--python"]).arg(&python).args(options);
+        let log = run(command)?.log;
+        let right = log.lines().filter(|line| line.contains("\"right\": true")).count();
+        if right != expected {
+            return Err(format!("the bench has {right} right results, not {expected}:\n{log}"));
+        }
+    }
     let count: usize = PROBLEMS.iter().map(|(_, problems)| problems.len()).sum();
     Ok(format!("{count} problems"))
 }
+
+/// The driver's library.
+pub(crate) const LIBRARY: &str = "libcuda.so.1";
 
 /// Builds the library for users, and prints its folder.
 pub(crate) fn build() -> Outcome {
@@ -93,12 +130,12 @@ pub(crate) fn build() -> Outcome {
     Ok(true)
 }
 
-/// Builds the library, and returns a folder that has it as `libcuda.so.1`.
+/// Builds the library, and returns a folder that has it as [`LIBRARY`].
 pub(crate) fn lay_out(verbose: bool) -> Result<PathBuf, String> {
     run(cargo(&["build", "--release", "--package", "flashcore-virtual-gpu"]), verbose)?;
     let folder = root().join("target/virtual-gpu");
     let library = target().join("release/libflashcore_virtual_gpu.so");
-    let link = folder.join("libcuda.so.1");
+    let link = folder.join(LIBRARY);
     // Another lane may be doing the same, or use the link already.
     let is_there = || fs::read_link(&link).is_ok_and(|to| to == library);
     if !is_there() {

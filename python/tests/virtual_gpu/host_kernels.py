@@ -13,10 +13,23 @@ TO_DEVICE, TO_HOST = 1, 2
 KEPT = ("empty", "new_empty", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "detach", "lift", "clone",
         "_to_copy", "to_", "_resize", "alias")  # fmt: skip
 
+
+def _attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """The operator under PyTorch's FlashAttention-2: output, log-sum-exps, and what dropout is replayed from."""
+    k, v = (it.float().repeat_interleave(q.shape[1] // it.shape[1], 1) for it in (k, v))
+    scores = (q.float() @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -torch.inf)
+    empty = torch.empty(0)
+    output = (scores.softmax(-1) @ v).to(q.dtype)
+    return output, scores.logsumexp(-1), empty, empty, q.shape[2], k.shape[2], empty, empty, empty
+
+
 # Where a GPU has a kernel and the host has none.
 SUBSTITUTES = {
     # Of integers.
     "aten::histc": lambda tensor, *args, **kwargs: torch.histc(tensor.double(), *args, **kwargs).to(tensor.dtype),
+    "aten::_scaled_dot_product_flash_attention": _attention,
 }
 
 _runtime = ctypes.CDLL(None)

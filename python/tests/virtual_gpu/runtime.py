@@ -31,6 +31,8 @@ FUNCTIONS = {
     "cudaMemset": "int {}(void *to, int byte, size_t bytes) {{ return driver()->set(to, byte, bytes, 0); }}",
     "cudaMemsetAsync": "int {}(void *to, int byte, size_t bytes) {{ return driver()->set(to, byte, bytes, 0); }}",
     "cudaMemGetInfo": "int {}(size_t *free, size_t *all) {{ *free = *all = 1ull << 37; return 0; }}",
+    # A millisecond, whatever was done.
+    "cudaEventElapsedTime": "int {}(float *milliseconds, void *from, void *to) {{ *milliseconds = 1; return 0; }}",
     "cudaStreamIsCapturing": "int {}(void *stream, int *status) {{ *status = 0; return 0; }}",
     "cudaStreamGetCaptureInfo": "int {}(void *stream, int *status) {{ *status = 0; return 0; }}",
     "cudaGetErrorString": 'const char *{}(int code) {{ return "an error of the driver"; }}',
