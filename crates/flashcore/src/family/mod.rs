@@ -480,7 +480,7 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
 const MOST_POSITIONS: usize = Window::OPEN as usize;
 
 /// Refuses sequences with more than [`MOST_POSITIONS`].
-fn check_positions(problem: &Problem) -> Result<(), String> {
+pub(crate) fn check_positions(problem: &Problem) -> Result<(), String> {
     let Problem { query_length, key_length, .. } = *problem;
     match query_length.max(key_length) {
         length if length > MOST_POSITIONS => {
