@@ -66,6 +66,10 @@ pub(super) fn launch(
     if !cache.is_converted_by(chip.target) {
         return Err(format!("{} does not convert {}", chip.target, cache.element));
     }
+    // Each sequence of the copy has keys, and nothing would be written there.
+    if problem.entries() == 0 {
+        return Err("the cache has no batch entries".to_owned());
+    }
     let tensors = [Tensor::WideKey, Tensor::WideValue];
     let [keys, values] = tensors.map(|tensor| widened::bytes(problem, tensor));
     let bytes = [keys?, values?];
@@ -182,6 +186,11 @@ mod tests {
         assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");
         let eight = refusal(&Chip::H200, cached(64).with_dtype(DType::E5M2));
         assert!(eight.contains("over an 8-bit cache both are f16 or both bf16"), "{eight}");
+        let empty = Storage::Paged { size: 16, columns: 256, pages: 0 };
+        for empty in [empty, Storage::Entries(0)] {
+            let empty = refusal(&Chip::H200, cached(64).with_storage(Storage::Padded, empty));
+            assert!(empty.contains("the cache has no batch entries"), "{empty}");
+        }
         // Without an 8-bit cache, the family is not among the candidates.
         let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
         let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();
