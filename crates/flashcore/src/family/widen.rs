@@ -10,7 +10,8 @@ use kernels::{Configuration, Widen as Kernel};
 use ptx::Element;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_head_dims, forward, mma, narrow_cache, prefill,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, check_positions, forward, mma,
+    narrow_cache, prefill,
 };
 use crate::chip::Chip;
 use crate::plan::{Launch, Source, widened};
@@ -66,6 +67,7 @@ pub(super) fn launch(
     if !cache.is_converted_by(chip.target) {
         return Err(format!("{} does not convert {}", chip.target, cache.element));
     }
+    check_positions(problem)?;
     // Each sequence of the copy has keys, and nothing would be written there.
     if problem.entries() == 0 {
         return Err("the cache has no batch entries".to_owned());
@@ -191,6 +193,11 @@ mod tests {
             let empty = refusal(&Chip::H200, cached(64).with_storage(Storage::Padded, empty));
             assert!(empty.contains("the cache has no batch entries"), "{empty}");
         }
+        let many = refusal(
+            &Chip::H200,
+            cached(64).with_storage(Storage::Padded, Storage::Entries(1 << 31)),
+        );
+        assert!(many.contains("2147483648 batch entries or pages are more than"), "{many}");
         // Without an 8-bit cache, the family is not among the candidates.
         let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
         let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();

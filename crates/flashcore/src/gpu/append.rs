@@ -534,6 +534,12 @@ mod tests {
         let long = "the append kernel does not serve this problem: \
                     a length of 2147483648 is more than 536870912";
         assert_eq!(choose(cache(1 << 31), 1).unwrap_err().to_string(), long);
+        let entries = cache(100).with_storage(Storage::Padded, Storage::Entries(1 << 31));
+        let many = choose(entries, 1).unwrap_err().to_string();
+        assert!(
+            many.ends_with("2147483648 batch entries or pages are more than 2147483647"),
+            "{many}"
+        );
         let queries = Problem { query_length: 1 << 31, ..cache(1 << 20) };
         let queries = queries.with_storage(Storage::Packed(2), Storage::Padded);
         assert_eq!(choose(queries, 1).unwrap_err().to_string(), long);
