@@ -46,6 +46,12 @@ fn what_would_be_measured_needs_no_gpu() {
 }
 
 #[test]
+fn gradients_of_log_sum_exps_are_not_measured() {
+    let refused = fail(1, &["bench", "--problem", "h=2,s=64,d=64,bf16,backward,lse_gradient"]);
+    assert!(refused.contains("of plain and packed problems alone yet"), "{refused}");
+}
+
+#[test]
 fn results_are_shown_drawn_and_compared() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();

@@ -157,6 +157,11 @@ pub(super) fn launch(
     }
     // Query blocks are counted over query heads, key blocks over key heads.
     let counts = Counts::new(query_block, problem)?;
+    // `Rounding` takes parts of query blocks.
+    let parts = u64::from(counts.tiles) * u64::from(kernels.pass.rounding().blocks(1));
+    if parts > i32::MAX as u64 {
+        return Err("the number of query blocks is too large for the GPU kernel".to_owned());
+    }
     let key_blocks_per_head = counts.key_length.div_ceil(key_block);
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))

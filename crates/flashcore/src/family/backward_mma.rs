@@ -131,6 +131,11 @@ mod tests {
         let wide = Problem::new(2, 4, 100, 264).with_dtype(DType::F16).backward();
         assert_eq!(refusal(&wide), "head dim 264 is not a multiple of 8 up to 256");
         assert_eq!(refusal(&problem.clone().with_key_length(0)), "there are no keys");
+        let many = Problem::new(1 << 20, 8, 4096, 256).with_kv_heads(1).with_dtype(DType::F16);
+        assert_eq!(
+            refusal(&many.backward()),
+            "the number of query blocks is too large for the GPU kernel"
+        );
         let pages = Storage::Paged { size: 16, columns: 256, pages: 9 };
         let paged = problem.with_storage(Storage::Packed(200), pages);
         assert_eq!(refusal(&paged), "gradients of keys in pages are not computed");

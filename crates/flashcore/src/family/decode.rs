@@ -338,8 +338,13 @@ mod tests {
         );
         assert_eq!(refusal(Chip::H200, Problem::new(0, 2, 1, 64)), "there are no queries");
         assert_eq!(
-            refusal(Chip::H200, good.with_key_length(1 << 30)),
+            refusal(Chip::H200, good.clone().with_key_length(1 << 30)),
             "a length of 1073741824 is more than 536870912"
+        );
+        let pages = Storage::Paged { size: 1, columns: 100, pages: 1 << 31 };
+        assert_eq!(
+            refusal(Chip::H200, good.with_storage(Storage::Padded, pages)),
+            "2147483648 batch entries or pages are more than 2147483647"
         );
     }
 }

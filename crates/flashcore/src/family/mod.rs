@@ -479,9 +479,14 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
 /// The most positions of a sequence.
 const MOST_POSITIONS: usize = Window::OPEN as usize;
 
-/// Refuses sequences with more than [`MOST_POSITIONS`].
-fn check_positions(problem: &Problem) -> Result<(), String> {
+/// Refuses sequences with more than [`MOST_POSITIONS`], and caches with more batch entries or pages
+/// than signed numbers of 32 bits count, which is how kernels read them from lists.
+pub(crate) fn check_positions(problem: &Problem) -> Result<(), String> {
     let Problem { query_length, key_length, .. } = *problem;
+    let entries = problem.entries();
+    if entries > i32::MAX as usize {
+        return Err(format!("{entries} batch entries or pages are more than {}", i32::MAX));
+    }
     match query_length.max(key_length) {
         length if length > MOST_POSITIONS => {
             Err(format!("a length of {length} is more than {MOST_POSITIONS}"))

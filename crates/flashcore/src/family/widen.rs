@@ -10,7 +10,8 @@ use kernels::{Configuration, Widen as Kernel};
 use ptx::Element;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_head_dims, forward, mma, narrow_cache, prefill,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, check_positions, forward, mma,
+    narrow_cache, prefill,
 };
 use crate::chip::Chip;
 use crate::plan::{Launch, Source, widened};
@@ -65,6 +66,11 @@ pub(super) fn launch(
     let (element, cache) = narrow_cache(problem)?;
     if !cache.is_converted_by(chip.target) {
         return Err(format!("{} does not convert {}", chip.target, cache.element));
+    }
+    check_positions(problem)?;
+    // Each sequence of the copy has keys, and nothing would be written there.
+    if problem.entries() == 0 {
+        return Err("the cache has no batch entries".to_owned());
     }
     let tensors = [Tensor::WideKey, Tensor::WideValue];
     let [keys, values] = tensors.map(|tensor| widened::bytes(problem, tensor));
@@ -182,6 +188,16 @@ mod tests {
         assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");
         let eight = refusal(&Chip::H200, cached(64).with_dtype(DType::E5M2));
         assert!(eight.contains("over an 8-bit cache both are f16 or both bf16"), "{eight}");
+        let empty = Storage::Paged { size: 16, columns: 256, pages: 0 };
+        for empty in [empty, Storage::Entries(0)] {
+            let empty = refusal(&Chip::H200, cached(64).with_storage(Storage::Padded, empty));
+            assert!(empty.contains("the cache has no batch entries"), "{empty}");
+        }
+        let many = refusal(
+            &Chip::H200,
+            cached(64).with_storage(Storage::Padded, Storage::Entries(1 << 31)),
+        );
+        assert!(many.contains("2147483648 batch entries or pages are more than"), "{many}");
         // Without an 8-bit cache, the family is not among the candidates.
         let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
         let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();

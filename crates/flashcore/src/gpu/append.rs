@@ -12,7 +12,7 @@ use ptx::{Capability, Element};
 use super::executable::{Addresses, Executable, Part};
 use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
-use crate::family::{Choice, narrow_cache};
+use crate::family::{Choice, check_positions, narrow_cache};
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
 use crate::problem::{Descale, Descales, MOST_HEAD_DIM, Mask, Problem};
 use crate::serving::ServingError;
@@ -110,7 +110,7 @@ impl AppendProblem {
         if cache.entries() == 0 {
             return refuse("the cache has no batch entries".to_owned());
         }
-        let (element, made_of) = match self.elements() {
+        let (element, made_of) = match check_positions(cache).and_then(|()| self.elements()) {
             Ok(elements) => elements,
             Err(reason) => return refuse(reason),
         };
@@ -154,9 +154,11 @@ impl AppendProblem {
             true => all_rows(packed_queries, cache.query_length, cache.query_heads),
             false => Some(0),
         };
-        let counted = [new, rotated, Some(self.new_rows), Some(positions), Some(query_rows)];
-        let counted = counted.map(|count| count.filter(|count| *count <= MOST));
-        let [Some(new), Some(rotated), Some(new_rows), Some(positions), Some(_)] = counted else {
+        // Packed sequences may be said to have more tokens than there are rows.
+        let AppendProblem { new_tokens, new_rows, .. } = *self;
+        let largest = new_tokens.max(new_rows).max(positions).max(query_rows);
+        let [new, rotated] = [new, rotated].map(|rows| rows.filter(|rows| *rows <= MOST));
+        let (Some(new), Some(rotated), 0..=MOST) = (new, rotated, largest) else {
             return Err(GpuError::TooLarge { what: "the number of new rows" });
         };
         let append = Append {
@@ -174,7 +176,7 @@ impl AppendProblem {
             (Number::AllNewRows, new),
             (Number::AllRotatedRows, rotated),
             (Number::NewRows, new_rows),
-            (Number::NewTokens, self.new_tokens),
+            (Number::NewTokens, new_tokens),
             (Number::RotaryPositions, positions),
             (Number::QueryStep, usize::from(cache.mask != Mask::NONE)),
         ];
@@ -515,6 +517,32 @@ mod tests {
             blocks(AppendProblem::new(cache.clone(), rows)),
             Err(GpuError::TooLarge { .. })
         ));
+    }
+
+    /// Lengths that kernels would read as negative numbers, or cut off, though few rows are packed.
+    #[test]
+    fn lengths_beyond_what_kernels_count_are_refused() {
+        let cache = |keys| Problem::new(2, 8, 1, 64).with_key_length(keys);
+        let choose = |cache: Problem, new_tokens| {
+            AppendProblem::new(cache, new_tokens).with_packed_new(4).choose(&Chip::H200)
+        };
+        assert!(choose(cache(1 << 20), 1 << 20).is_ok());
+        for new_tokens in [1 << 31, 1 << 32] {
+            let refused = choose(cache(1 << 20), new_tokens);
+            assert!(matches!(refused, Err(GpuError::TooLarge { .. })), "{new_tokens}");
+        }
+        let long = "the append kernel does not serve this problem: \
+                    a length of 2147483648 is more than 536870912";
+        assert_eq!(choose(cache(1 << 31), 1).unwrap_err().to_string(), long);
+        let entries = cache(100).with_storage(Storage::Padded, Storage::Entries(1 << 31));
+        let many = choose(entries, 1).unwrap_err().to_string();
+        assert!(
+            many.ends_with("2147483648 batch entries or pages are more than 2147483647"),
+            "{many}"
+        );
+        let queries = Problem { query_length: 1 << 31, ..cache(1 << 20) };
+        let queries = queries.with_storage(Storage::Packed(2), Storage::Padded);
+        assert_eq!(choose(queries, 1).unwrap_err().to_string(), long);
     }
 
     #[test]

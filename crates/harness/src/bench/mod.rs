@@ -126,7 +126,7 @@ fn check(options: &Options) -> Result<(), Error> {
     let plain = |it: &Problem| [Mask::NONE, Mask::CAUSAL].contains(&it.mask);
     for problem in options.set.problems.iter().filter(|it| it.pass == Pass::Backward) {
         let served = problem.has_equal_lengths() || packed_alike(problem);
-        if !plain(problem) || problem.scores.has_rules() || !served {
+        if !plain(problem) || problem.scores.has_rules() || problem.lse_gradient || !served {
             let text = problem.text();
             return refuse(&format!(
                 "{text}: gradients are measured of plain and packed problems alone yet"

@@ -226,7 +226,8 @@ fn decode_with_fixed_splits_is_attention() {
     let long = Ragged::new(vec![1; 3], vec![600, 40, 530]);
     let two_tiles = Decode { splits: Splits::Fixed { tiles_per_warp: 2 }, ..small() };
     let one_warp = Decode { warps: 1, ..fixed() };
-    let paged = Decode { page_rows: Some(16), stages: 3, rows: 16, ..fixed() };
+    let paged = Decode { page_rows: Some(1), stages: 3, rows: 16, ..fixed() };
+    let aligned = Decode { page_rows: Some(16), ..paged };
     let three = Ragged { queries: vec![3, 0, 7, 1], ..ragged() };
     let packed = Ragged { query_place: PlacementKind::Packed, ..three.clone() };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
@@ -249,10 +250,11 @@ fn decode_with_fixed_splits_is_attention() {
             .with_multiprocessors(5),
         call(fixed(), three.clone()).with(causal),
         call(fixed(), packed.clone()).with(causal).with_multiprocessors(6),
-        call(paged, packed.over(PlacementKind::Paged(32))).with(causal),
+        call(paged, packed.clone().over(PlacementKind::Paged(5))).with(causal),
+        call(aligned, packed.over(PlacementKind::Paged(32))).with(causal),
         call(Decode { rules: chunked, ..fixed() }, three.clone())
             .with(|it| it.with_mask(Mask::CAUSAL.with_chunk(50))),
-        call(Decode { rules: every, ..paged }, three.over(PlacementKind::Paged(16)))
+        call(Decode { rules: every, ..aligned }, three.over(PlacementKind::Paged(16)))
             .with(causal)
             .with_multiprocessors(5),
         call(narrow, ragged()),
@@ -265,7 +267,8 @@ fn decode_with_fixed_splits_is_attention() {
 #[test]
 fn decode_under_many_schedules() {
     let tokens = narrow(Element::E4M3, Scales::PerToken, Scales::PerToken);
-    for decode in [small(), fixed(), Decode { page_rows: Some(16), stages: 3, ..small() }, tokens] {
+    let pages = |rows| Decode { page_rows: Some(rows), stages: 3, ..small() };
+    for decode in [small(), fixed(), pages(1), pages(16), tokens] {
         let scene = Scene::small(&Configuration::Decode(decode)).unwrap();
         every_schedule(&scene, Mode::Values, 32);
         every_schedule(&scene, Mode::Checked, 4);
