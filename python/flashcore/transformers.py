@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AttentionInterface, masking_utils
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from . import flash_attn_func, flash_attn_varlen_func
 from ._arguments import refusal
@@ -138,14 +139,22 @@ def _supports_rows(config: Any) -> bool:
     """Whether a model leaves it to others to apply its masks. Those that do not support FlashAttention may change a
     mask, or add it to scores of their own; they get what they get without a library, numbers for all pairs."""
     kind = getattr(config, "model_type", None)
-    if kind in SAY_NOT_CAUSAL or (kind in SAY_NO_WINDOW and config.sliding_window is not None):
-        return False
-    return _supports_flash_attn(type(config))
+    says_less = kind in SAY_NOT_CAUSAL or (kind in SAY_NO_WINDOW and config.sliding_window is not None)
+    return not says_less and _supports_flash_attn(type(config))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_flash_attn(kind: type) -> bool:
-    return bool(getattr(MODEL_MAPPING.get(kind, None), "_supports_flash_attn", True))
+    """Whether all models with a kind of configuration do, of those that were imported; the one that runs is."""
+    of = [it for it in _subclasses(PreTrainedModel) if issubclass(kind, it.config_class or ())]
+    models = [it for it in of if it.config_class is not PreTrainedConfig]
+    return bool(models) and all(it._supports_flash_attn for it in models)
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for it in kind.__subclasses__():
+        yield it
+        yield from _subclasses(it)
 
 
 # The functions of transformers that masks are made of. Of those that it makes for each call: what they capture.

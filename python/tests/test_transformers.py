@@ -387,14 +387,31 @@ def test_windows_that_calls_do_not_say(kind):
 def test_models_that_apply_masks_themselves():
     tokens, left, _ = prompts("cpu")
     doge = {"keep_window_size": 4}
+    trocr = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
     for kind, make, more in (
         ("MegatronBertConfig", "AutoModelForMaskedLM", {}),
         ("DogeConfig", "AutoModelForCausalLM", doge),
+        # `AutoModel` does not know it.
+        ("TrOCRConfig", "AutoModelForCausalLM", trocr),
     ):
         exact, ours = pair(kind, make, **more)
         near(ours(tokens).logits, exact(tokens).logits)
         found, expected = (it(tokens, attention_mask=left).logits[left.bool()] for it in (ours, exact))
         near(found, expected)
+
+
+def test_whose_masks_may_be_left_out():
+    from transformers.models.llama import modeling_llama
+    from transformers.models.voxtral_realtime import modeling_voxtral_realtime
+
+    class Derived(modeling_llama.LlamaConfig):
+        model_type = "derived"
+
+    # `AutoModel` knows a model of the second by a name that there is not.
+    for kind in (modeling_llama.LlamaConfig, modeling_voxtral_realtime.VoxtralRealtimeTextConfig, Derived):
+        assert flashcore.transformers._supports_flash_attn(kind)
+    # In doubt none.
+    assert not flashcore.transformers._supports_flash_attn(transformers.PreTrainedConfig)
 
 
 @torch.no_grad()
