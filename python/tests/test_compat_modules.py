@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashcore import compat
-from flashcore.compat import bert_padding, rotary
+from flashcore.compat import bert_padding, distributed, rotary
 from ranks import begin, processes
 
 
@@ -334,14 +334,40 @@ def gather(store, rank, size):
         said = ""
     except ValueError as error:
         said = str(error)
-    return [it.detach()[:, 0].tolist() for it in (out, x.grad, added, y.grad, raw)], said
+    z = torch.full((2, 3), rank + 1.0, requires_grad=True)
+    total = distributed.all_reduce(z, group)
+    (total * (rank + 1)).sum().backward()
+    model = torch.nn.Linear(3, 2)
+    model.weight._shared_params = model.bias._sequence_parallel = model.weight._sequence_parallel = True
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, rank + 5.0)
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    distributed.sync_shared_params(model, group)
+    distributed.allreduce_sequence_parallel_grad(model, group)
+    of_model = [it.detach().unique().tolist() for it in (model.weight, model.bias, model.weight.grad, model.bias.grad)]
+    return [it.detach()[:, 0].tolist() for it in (out, x.grad, added, y.grad, raw, z, total, z.grad)], said, of_model
 
 
 def test_collectives_have_gradients():
     for rank, answer in processes(gather, 2).items():
         assert isinstance(answer, tuple), answer
-        (out, dx, added, dy, raw), said = answer
+        (out, dx, added, dy, raw, z, total, dz), said, of_model = answer
         assert out == raw == [0, 0, 1, 1] and added == [3, 3] and dy == [1, 1, 2, 2]
         # Of both ranks: weights of its own rows, and one more each.
         assert dx == [4 * rank + 1, 4 * rank + 3]
         assert said == "input_ has 3 rows, expected a multiple of the 2 ranks"
+        assert z == dz == [rank + 1] * 2 and total == [3, 3]
+        assert of_model == [[5], [rank + 5], [3], [3]]
+
+
+def test_elements_of_a_rank():
+    assert [distributed.get_dim_for_local_rank(10, 3, rank) for rank in range(3)] == [4, 3, 3]
+    assert [distributed.get_dim_for_local_rank(10, 3, rank, 2) for rank in range(3)] == [4, 4, 2]
+
+
+def test_collectives_are_those_that_an_installed_library_imports(install):
+    install()
+    module = importlib.import_module("flash_attn.utils.distributed")
+    # Modules for attention, embeddings, fused layers and language models.
+    names = {"all_gather_raw", "all_reduce", "all_reduce_raw", "get_dim_for_local_rank", "reduce_scatter"}
+    assert names | {"reduce_scatter_raw", "sync_shared_params"} <= vars(module).keys()
