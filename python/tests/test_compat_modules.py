@@ -263,6 +263,31 @@ def test_rotary_embeddings_and_gradients(interleaved, inplace, rotary_dim, offse
         assert half.dtype == torch.bfloat16 and torch.allclose(half.float(), expected, atol=0.05)
 
 
+def test_rotary_embeddings_in_place_where_autograd_refuses_to_write():
+    """Leaves, and what ``split`` and ``unbind`` give: FlashAttention-2 writes into them."""
+    torch.manual_seed(0)
+    cos, sin = tables(6, 4)
+    leaf = torch.randn(2, 5, 8, 8, requires_grad=True)
+    before, dout = leaf.detach().clone(), torch.randn(2, 5, 8, 8)
+    expected = rotary.apply_rotary(before.requires_grad_(), cos, sin)
+    (wanted,) = torch.autograd.grad(expected, before, dout)
+    out = rotary.apply_rotary(leaf, cos, sin, inplace=True)
+    assert torch.equal(out, expected) and torch.equal(leaf, expected) and out.data_ptr() == leaf.data_ptr()
+    assert torch.equal(torch.autograd.grad(out, leaf, dout)[0], wanted)
+    x = torch.randn(2, 5, 24, 8, requires_grad=True)
+    for call in (
+        lambda it: rotary.apply_rotary_emb(it, cos, sin, inplace=True),
+        lambda it: rotary.apply_rotary_emb_qkv_(it.unflatten(2, (3, 4)), cos, sin, -cos, sin),
+        lambda it: rotary.apply_rotary_emb_qkv_(it, cos, sin, num_heads_q=8),
+        lambda it: rotary.apply_rotary_emb_kv_(it.unflatten(2, (2, 6)), cos, sin),
+    ):
+        for part in (0, 1):
+            found, expected = call((x * 1).split(12, 2)[part]), call(x.split(12, 2)[part] * 1)
+            assert torch.equal(found, expected)
+            dout = torch.randn_like(found)
+            assert torch.equal(*(torch.autograd.grad(it, x, dout)[0] for it in (found, expected)))
+
+
 def test_rotary_embeddings_refuse_what_does_not_fit():
     x, (cos, sin) = torch.randn(2, 5, 3, 8), tables(6, 8)
     for offset in (2, -1):
