@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AttentionInterface, masking_utils
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from . import flash_attn_func, flash_attn_varlen_func
 from ._arguments import refusal
@@ -41,6 +42,10 @@ UNSERVED = {
 }
 # The models with causal layers that say of themselves that they are not: only their masks are causal.
 SAY_NOT_CAUSAL = {"pegasus_x"}
+# The models whose layers do not say that they have a window: only their masks do.
+SAY_NO_WINDOW = {"phimoe"}
+# The window of a layer about which the call says nothing.
+UNSAID: Any = object()
 # The layers whose queries see only keys of their own chunk.
 CHUNKED = "chunked_attention"
 
@@ -133,12 +138,23 @@ def mask(
 def _supports_rows(config: Any) -> bool:
     """Whether a model leaves it to others to apply its masks. Those that do not support FlashAttention may change a
     mask, or add it to scores of their own; they get what they get without a library, numbers for all pairs."""
-    return getattr(config, "model_type", None) not in SAY_NOT_CAUSAL and _supports_flash_attn(type(config))
+    kind = getattr(config, "model_type", None)
+    says_less = kind in SAY_NOT_CAUSAL or (kind in SAY_NO_WINDOW and config.sliding_window is not None)
+    return not says_less and _supports_flash_attn(type(config))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_flash_attn(kind: type) -> bool:
-    return bool(getattr(MODEL_MAPPING.get(kind, None), "_supports_flash_attn", True))
+    """Whether all models with a kind of configuration do, of those that were imported; the one that runs is."""
+    of = [it for it in _subclasses(PreTrainedModel) if issubclass(kind, it.config_class or ())]
+    models = [it for it in of if it.config_class is not PreTrainedConfig]
+    return bool(models) and all(it._supports_flash_attn for it in models)
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for it in kind.__subclasses__():
+        yield it
+        yield from _subclasses(it)
 
 
 # The functions of transformers that masks are made of. Of those that it makes for each call: what they capture.
@@ -183,7 +199,7 @@ def attention(
     attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSAID,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Any = None,
@@ -207,7 +223,8 @@ def attention(
             which query sees which key.
         scaling, dropout, softcap, is_causal, s_aux, deterministic: As ``softmax_scale``, ``dropout_p``, ``softcap``,
             ``causal``, ``s_aux`` and ``deterministic`` of :func:`flashcore.flash_attn_func`.
-        sliding_window: The number of keys that a query sees, including its own position.
+        sliding_window: The number of keys that a query sees, including its own position; that of the layer if it is not
+            given, or None for all.
         position_ids: (1, length): positions that restart mark packed sequences.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: Cumulative lengths, (sequences + 1,), and the largest
             lengths of packed sequences, instead of ``position_ids``.
@@ -219,7 +236,7 @@ def attention(
         The output, (batch, queries, heads, head dim), and None in the place of the probabilities.
     """
     _refuse_unserved(others)
-    causal = _is_causal(module, is_causal)
+    causal, sliding_window = _is_causal(module, is_causal), _window(module, sliding_window)
     packed = attention_mask if isinstance(attention_mask, SequenceNumbers) else None
     attention_mask = None if packed is not None else attention_mask
     rows_of_tokens = attention_mask is None or _is_padding(attention_mask, query)
@@ -280,7 +297,7 @@ def paged(
     write_index: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSAID,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Any = None,
@@ -330,8 +347,7 @@ def paged(
         read_index=read_index,
         write_index=write_index,
     )
-    # Some models say it in the call, and some in the module.
-    window = sliding_window or getattr(module, "sliding_window", None)
+    window = _window(module, sliding_window)
     if isinstance(cu_seq_lens_k, dict):
         layers = "sliding_attention" if window else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[layers], max_seqlen_k[layers]
@@ -364,6 +380,12 @@ def _refuse_unserved(others: dict[str, Any]) -> None:
 def _is_causal(module: Any, given: bool | None) -> bool:
     """Whether a layer is causal: what the call says, or else the layer."""
     return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _window(module: Any, given: int | None) -> int | None:
+    """The window of a layer: what the call says, or else the layer."""
+    # Some models have one number in all layers, and say None in the calls of those without a window.
+    return (getattr(module, "sliding_window", None) if given is UNSAID else given) or None
 
 
 def _chunk(module: Any) -> int | None:

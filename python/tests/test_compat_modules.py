@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashcore import compat
-from flashcore.compat import bert_padding, rotary
+from flashcore.compat import bert_padding, distributed, rotary
 from ranks import begin, processes
 
 
@@ -263,6 +263,31 @@ def test_rotary_embeddings_and_gradients(interleaved, inplace, rotary_dim, offse
         assert half.dtype == torch.bfloat16 and torch.allclose(half.float(), expected, atol=0.05)
 
 
+def test_rotary_embeddings_in_place_where_autograd_refuses_to_write():
+    """Leaves, and what ``split`` and ``unbind`` give: FlashAttention-2 writes into them."""
+    torch.manual_seed(0)
+    cos, sin = tables(6, 4)
+    leaf = torch.randn(2, 5, 8, 8, requires_grad=True)
+    before, dout = leaf.detach().clone(), torch.randn(2, 5, 8, 8)
+    expected = rotary.apply_rotary(before.requires_grad_(), cos, sin)
+    (wanted,) = torch.autograd.grad(expected, before, dout)
+    out = rotary.apply_rotary(leaf, cos, sin, inplace=True)
+    assert torch.equal(out, expected) and torch.equal(leaf, expected) and out.data_ptr() == leaf.data_ptr()
+    assert torch.equal(torch.autograd.grad(out, leaf, dout)[0], wanted)
+    x = torch.randn(2, 5, 24, 8, requires_grad=True)
+    for call in (
+        lambda it: rotary.apply_rotary_emb(it, cos, sin, inplace=True),
+        lambda it: rotary.apply_rotary_emb_qkv_(it.unflatten(2, (3, 4)), cos, sin, -cos, sin),
+        lambda it: rotary.apply_rotary_emb_qkv_(it, cos, sin, num_heads_q=8),
+        lambda it: rotary.apply_rotary_emb_kv_(it.unflatten(2, (2, 6)), cos, sin),
+    ):
+        for part in (0, 1):
+            found, expected = call((x * 1).split(12, 2)[part]), call(x.split(12, 2)[part] * 1)
+            assert torch.equal(found, expected)
+            dout = torch.randn_like(found)
+            assert torch.equal(*(torch.autograd.grad(it, x, dout)[0] for it in (found, expected)))
+
+
 def test_rotary_embeddings_refuse_what_does_not_fit():
     x, (cos, sin) = torch.randn(2, 5, 3, 8), tables(6, 8)
     for offset in (2, -1):
@@ -334,14 +359,40 @@ def gather(store, rank, size):
         said = ""
     except ValueError as error:
         said = str(error)
-    return [it.detach()[:, 0].tolist() for it in (out, x.grad, added, y.grad, raw)], said
+    z = torch.full((2, 3), rank + 1.0, requires_grad=True)
+    total = distributed.all_reduce(z, group)
+    (total * (rank + 1)).sum().backward()
+    model = torch.nn.Linear(3, 2)
+    model.weight._shared_params = model.bias._sequence_parallel = model.weight._sequence_parallel = True
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, rank + 5.0)
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    distributed.sync_shared_params(model, group)
+    distributed.allreduce_sequence_parallel_grad(model, group)
+    of_model = [it.detach().unique().tolist() for it in (model.weight, model.bias, model.weight.grad, model.bias.grad)]
+    return [it.detach()[:, 0].tolist() for it in (out, x.grad, added, y.grad, raw, z, total, z.grad)], said, of_model
 
 
 def test_collectives_have_gradients():
     for rank, answer in processes(gather, 2).items():
         assert isinstance(answer, tuple), answer
-        (out, dx, added, dy, raw), said = answer
+        (out, dx, added, dy, raw, z, total, dz), said, of_model = answer
         assert out == raw == [0, 0, 1, 1] and added == [3, 3] and dy == [1, 1, 2, 2]
         # Of both ranks: weights of its own rows, and one more each.
         assert dx == [4 * rank + 1, 4 * rank + 3]
         assert said == "input_ has 3 rows, expected a multiple of the 2 ranks"
+        assert z == dz == [rank + 1] * 2 and total == [3, 3]
+        assert of_model == [[5], [rank + 5], [3], [3]]
+
+
+def test_elements_of_a_rank():
+    assert [distributed.get_dim_for_local_rank(10, 3, rank) for rank in range(3)] == [4, 3, 3]
+    assert [distributed.get_dim_for_local_rank(10, 3, rank, 2) for rank in range(3)] == [4, 4, 2]
+
+
+def test_collectives_are_those_that_an_installed_library_imports(install):
+    install()
+    module = importlib.import_module("flash_attn.utils.distributed")
+    # Modules for attention, embeddings, fused layers and language models.
+    names = {"all_gather_raw", "all_reduce", "all_reduce_raw", "get_dim_for_local_rank", "reduce_scatter"}
+    assert names | {"reduce_scatter_raw", "sync_shared_params"} <= vars(module).keys()

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import devices
 from flashcore import flash_attn_func, flash_attn_varlen_func
 from flashcore.compat import _passes
 from flashcore.compat import flash_attn as module
@@ -144,6 +145,36 @@ def test_last_dimensions_with_gaps_and_16_bits():
     backward(dout, q, k, v, out.detach(), lse, *into, 0.0, None, False, -1, -1, 0.0, None, False)
     for gradient, wanted in zip(into, expected):
         assert torch.equal(gradient, wanted)
+    # Those that are made have no gaps either.
+    only = torch.empty_like(dense[0])
+    backward(dout, q, k, v, out.detach(), lse, only, None, None, 0.0, None, False, -1, -1, 0.0, None, False)
+    assert torch.equal(only, expected[0])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_packed_gradients_in_16_bits(device):
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 9, 3, 2, 64).bfloat16().to(device)
+    rules = (0.0, None, True, -1, -1, 0.0, None)
+    # The second sequence is empty, and four rows belong to none.
+    starts = torch.tensor([0, 9, 9, 14], dtype=torch.int32, device=device)
+    lists = (starts, starts, 9, 9)
+    for at, lists, whole, run, differentiate, used in (
+        (2, (), flash_attn_func, forward, backward, slice(None)),
+        (1, lists, flash_attn_varlen_func, varlen_forward, varlen_backward, slice(14)),
+    ):
+        given = qkv if at == 2 else qkv.flatten(0, 1)
+        leaf = given.clone().requires_grad_()
+        out = whole(*leaf.unbind(at), *lists, causal=True, deterministic=True)
+        dout = torch.randn(out.shape).to(out)
+        (expected,) = torch.autograd.grad(out, leaf, dout)
+        found, sums, *_ = run(*given.unbind(at), *lists, *rules, False)
+        assert torch.equal(found[used], out[used])
+        into = torch.full_like(given, 5.0)
+        sums = differentiate(dout, *given.unbind(at), found, sums, *into.unbind(at), *lists, *rules, True)
+        assert torch.equal(into, expected)
+        near = products(dout.float(), found.float())
+        assert torch.allclose(sums[..., used], near[..., used], atol=1e-3)
 
 
 def test_the_compiler_traces_both_passes():

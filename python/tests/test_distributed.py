@@ -104,13 +104,14 @@ def nobody_needs_to_have_anything(group):
 def negated_tensors_are_what_they_stand_for(group):
     """Neither what is sent nor what kernels read is the memory of a view of negatives, or of zeros that have none."""
     given = [shard(it, group) for it in tensors(48, (8, 8))]
+    given.append(given[3][..., 0].transpose(1, 2).contiguous())
     negated = [torch._neg_view(-it) for it in given]
     for variant in VARIANTS:
         results = []
-        for *leaves, dout in (given, negated):
+        for *leaves, dout, dlse in (given, negated):
             leaves = [it.detach().requires_grad_() for it in leaves]
-            out = context_parallel_attention(*leaves, group, variant=variant, causal=True)
-            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+            out, lse = context_parallel_attention(*leaves, group, variant=variant, causal=True, return_lse=True)
+            results.append((out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))))
         for found, expected in zip(*results):
             assert not found.is_neg() and torch.equal(found, expected), variant
     zeros = torch._efficientzerotensor(given[0].shape)

@@ -373,17 +373,45 @@ def test_causal_layers_that_say_they_are_not():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["Qwen2MoeConfig", "PhimoeConfig"])
+def test_windows_that_calls_do_not_say(kind):
+    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    exact, ours = pair(kind, sliding_window=4, use_sliding_window=True, **experts)
+    tokens, left, _ = prompts("cpu")
+    near(ours(tokens).logits, exact(tokens).logits)
+    found, expected = (it(tokens, attention_mask=left).logits[left.bool()] for it in (ours, exact))
+    near(found, expected)
+
+
+@torch.no_grad()
 def test_models_that_apply_masks_themselves():
     tokens, left, _ = prompts("cpu")
     doge = {"keep_window_size": 4}
+    trocr = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
     for kind, make, more in (
         ("MegatronBertConfig", "AutoModelForMaskedLM", {}),
         ("DogeConfig", "AutoModelForCausalLM", doge),
+        # `AutoModel` does not know it.
+        ("TrOCRConfig", "AutoModelForCausalLM", trocr),
     ):
         exact, ours = pair(kind, make, **more)
         near(ours(tokens).logits, exact(tokens).logits)
         found, expected = (it(tokens, attention_mask=left).logits[left.bool()] for it in (ours, exact))
         near(found, expected)
+
+
+def test_whose_masks_may_be_left_out():
+    from transformers.models.llama import modeling_llama
+    from transformers.models.voxtral_realtime import modeling_voxtral_realtime
+
+    class Derived(modeling_llama.LlamaConfig):
+        model_type = "derived"
+
+    # `AutoModel` knows a model of the second by a name that there is not.
+    for kind in (modeling_llama.LlamaConfig, modeling_voxtral_realtime.VoxtralRealtimeTextConfig, Derived):
+        assert flashcore.transformers._supports_flash_attn(kind)
+    # In doubt none.
+    assert not flashcore.transformers._supports_flash_attn(transformers.PreTrainedConfig)
 
 
 @torch.no_grad()
@@ -413,10 +441,10 @@ def test_patterns_that_a_caller_adds():
     assert found.equal((causal & (torch.arange(6)[:, None] - torch.arange(6)).remainder(2).eq(0)).expand(2, 1, 6, 6))
 
 
-@pytest.mark.parametrize("compiled", [{}, {"sliding_window": 3}])
+@pytest.mark.parametrize("kind", ["LlamaConfig", "MistralConfig"])
 @torch.no_grad()
-def test_masks_are_compiled(compiled):
-    _, ours = pair("MistralConfig", **compiled)
+def test_masks_are_compiled(kind):
+    _, ours = pair(kind, sliding_window=3)
     tokens = prompts("cpu")[0]
     found = torch.compile(ours, fullgraph=True, backend="eager")(tokens, use_cache=False).logits
     near(found, ours(tokens, use_cache=False).logits)
@@ -472,6 +500,26 @@ def test_continuous_batching_refuses_by_name(name):
     batch = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "read_index", "write_index")
     with pytest.raises(NotImplementedError, match=name):
         flashcore.transformers.paged(layer, rows, rows, rows, None, **dict.fromkeys(batch), **say)
+
+
+@torch.no_grad()
+def test_continuous_batching_takes_the_window_of_the_call():
+    """Exaone 4 has one window in all of its layers, and says None in the calls of those without."""
+    q, k, v = torch.randn(3, 1, 2, 7, 8, generator=torch.Generator().manual_seed(0))
+    layer, lengths = torch.nn.Module(), {"full_attention": 7, "sliding_attention": 3}
+    layer.layer_idx, layer.sliding_window = 0, 2
+    starts = {name: torch.tensor([0, length]) for name, length in lengths.items()}
+    whole = (k[0].transpose(0, 1), v[0].transpose(0, 1))
+    for window, kind in ((None, "full_attention"), (2, "sliding_attention")):
+        keys, values = (it[-lengths[kind] :] for it in whole)
+        cache = types.SimpleNamespace(update=lambda keys=keys, values=values, **_: (keys, values))
+        found, _ = flashcore.transformers.paged(
+            layer, q[:, :, -1:], k, v, None, cache=cache, cu_seq_lens_q=torch.tensor([0, 1]), cu_seq_lens_k=starts,
+            max_seqlen_q=1, max_seqlen_k=lengths, read_index=None, write_index=None, sliding_window=window,
+        )  # fmt: skip
+        visible = slice(-2, None) if window else slice(None)
+        scores = (q[0, :, -1:] @ k[0, :, visible].mT) * 8**-0.5
+        near(found, (scores.softmax(-1) @ v[0, :, visible]).transpose(0, 1))
 
 
 def test_names_that_transformers_takes_for_itself_are_refused():

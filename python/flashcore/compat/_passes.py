@@ -276,7 +276,7 @@ def _backward(
         if not is_compiling() and _gradients.are_ordinary((dout, out, lse, q, k, v, *gradients, *lists)):
             # Rows that belong to no sequence are not written.
             ragged = lists[0] is not None
-            into = [torch.empty_like(it) if to is None else to for it, to in zip(tensors, gradients)]
+            into = [torch.empty_like(it) if to is None else to for it, to in zip((q, k, v), gradients)]
             for gradient in into if ragged else ():
                 gradient.zero_()
             given = _gradients.with_gradients(out, lse, dout, None)

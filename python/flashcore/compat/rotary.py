@@ -64,33 +64,22 @@ def apply_rotary(
             beyond it are not rotated.
         max_seqlen: The length of the longest sequence; only checked.
         interleaved: As in :func:`apply_rotary_emb_torch`.
-        inplace: Whether to write the result into ``x``.
+        inplace: Whether to write the result into ``x``. Where autograd refuses that, as for parts of ``split``, ``x`` is
+            written all the same, as in FlashAttention-2, and gradients are those of what is returned.
         conjugate: Whether to rotate in the opposite direction, as gradients are.
 
     Returns:
-        ``x`` if ``inplace``, otherwise a tensor like it, computed in float32.
+        ``x`` if ``inplace``, or a view of it where autograd refuses; otherwise a tensor like it, computed in float32.
 
     Raises:
         TypeError: If ``seqlen_offsets`` is no whole number and no tensor.
         ValueError: If shapes do not fit together, or an ``int`` leads to positions beyond the tables.
     """
-    rotary_dim = _rotary_dim(x, cos, sin)
-    positions, used = _positions(x, seqlen_offsets, cu_seqlens)
-    count = cos.shape[0]
-    if not isinstance(seqlen_offsets, torch.Tensor):
-        length = x.shape[1] if cu_seqlens is None else max_seqlen or 0
-        if seqlen_offsets < 0 or seqlen_offsets + length > count:
-            raise ValueError(
-                f"seqlen_offsets={seqlen_offsets} and length {length} are beyond the {count} positions of cos and sin"
-            )
-    # A rotation by no angle.
-    known, at = ((positions >= 0) & (positions < count) & used)[..., None], positions.clamp(0, max(count - 1, 0))
-    cos, sin = torch.where(known, cos[at], 1), torch.where(known, sin[at], 0)
-    rotated = _rotated(x, cos, -sin if conjugate else sin, interleaved)
-    if not inplace:
-        return torch.cat((rotated, x[..., rotary_dim:]), -1)
-    x[..., :rotary_dim] = rotated
-    return x
+    rotated = _turned(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, conjugate)
+    rotary_dim = rotated.shape[-1]
+    if inplace:
+        return _write(x, [(..., slice(rotary_dim))], [rotated])
+    return torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def apply_rotary_emb(
@@ -145,17 +134,16 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: As :func:`apply_rotary`, and if ``qkv`` has 4 dimensions and ``num_heads_q`` is None.
     """
+    heads: tuple[Any, Any]
     if qkv.dim() == 5:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        heads = (0, 1)
     elif num_heads_q is None:
         raise ValueError(f"num_heads_q is None, expected the number of query heads with {qkv.dim()} dimensions of qkv")
     else:
         shared = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + shared]
-    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
-    return qkv
+        heads = slice(num_heads_q), slice(num_heads_q, num_heads_q + shared)
+    tables = ((cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k))
+    return _turn_in_place(qkv, heads, tables, interleaved, seqlen_offsets)
 
 
 def apply_rotary_emb_kv_(kv: Any, cos: Any, sin: Any, interleaved: bool = False, seqlen_offsets: Any = 0) -> Any:
@@ -171,8 +159,7 @@ def apply_rotary_emb_kv_(kv: Any, cos: Any, sin: Any, interleaved: bool = False,
     Raises:
         ValueError: As :func:`apply_rotary`.
     """
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    return _turn_in_place(kv, (0,), ((cos, sin),), interleaved, seqlen_offsets)
 
 
 class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
@@ -236,6 +223,70 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
             )
         q = apply_rotary_emb(qkv, *tables, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, *tables, self.interleaved, seqlen_offset)
+
+
+def _turned(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    seqlen_offsets: Any,
+    cu_seqlens: Any = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+) -> Any:
+    """Returns the columns that are rotated, with the arguments of :func:`apply_rotary`."""
+    _rotary_dim(x, cos, sin)
+    positions, used = _positions(x, seqlen_offsets, cu_seqlens)
+    count = cos.shape[0]
+    if not isinstance(seqlen_offsets, torch.Tensor):
+        length = x.shape[1] if cu_seqlens is None else max_seqlen or 0
+        if seqlen_offsets < 0 or seqlen_offsets + length > count:
+            raise ValueError(
+                f"seqlen_offsets={seqlen_offsets} and length {length} are beyond the {count} positions of cos and sin"
+            )
+    # A rotation by no angle.
+    known, at = ((positions >= 0) & (positions < count) & used)[..., None], positions.clamp(0, max(count - 1, 0))
+    cos, sin = torch.where(known, cos[at], 1), torch.where(known, sin[at], 0)
+    return _rotated(x, cos, -sin if conjugate else sin, interleaved)
+
+
+def _turn_in_place(x: Any, heads: Any, tables: Any, interleaved: bool, seqlen_offsets: Any) -> Any:
+    """Rotates some of the third dimension of a tensor in place, each by tables of its own."""
+    chosen = [(slice(None), slice(None), it) for it in heads]
+    rotated = [
+        _turned(x[it], cos, sin, seqlen_offsets, interleaved=interleaved) for it, (cos, sin) in zip(chosen, tables)
+    ]
+    return _write(x, [(*it, ..., slice(part.shape[-1])) for it, part in zip(chosen, rotated)], rotated)
+
+
+def _write(x: Any, places: list[Any], values: list[Any]) -> Any:
+    """Writes values into places of a tensor; returns the tensor with their gradients."""
+    try:
+        for place, value in zip(places, values):
+            x[place] = value
+    except RuntimeError:
+        # Autograd refuses leaves, and views of which there are several, before anything is written.
+        return _Written.apply(x, places, *values)
+    return x
+
+
+class _Written(torch.autograd.Function):  # type: ignore[misc]
+    """Where autograd cannot record that a tensor was written, what is returned has the gradients of the values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, places: list[Any], *values: Any) -> Any:
+        ctx.places = places
+        for place, value in zip(places, values):
+            x[place] = value
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        rest = gradient.clone()
+        for place in ctx.places:
+            rest[place] = 0
+        return rest, None, *(gradient[place] for place in ctx.places)
 
 
 def _rotary_dim(x: Any, cos: Any, sin: Any) -> int:

@@ -98,7 +98,7 @@ def backward(dout: Any, dlse: Any, saved: tuple[Any, ...], call: Call) -> tuple[
     """Computes the gradients of the rank's queries, keys and values from those of its output and, unless it is None,
     of its log-sum-exps."""
     q, k, v, out, lse = saved
-    dout, plan = _in_memory(dout), call.plan
+    dout, dlse, plan = _in_memory(dout), None if dlse is None else _in_memory(dlse), call.plan
     if plan.nodes > 1:
         if call.lse:
             # Others wait for this rank's part of these too.
