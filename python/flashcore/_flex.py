@@ -514,7 +514,7 @@ def mask_rules(
     return (rule, None, (attn_mask,), None) if stored == "bool" else (None, rule, (attn_mask,), None)
 
 
-_rule = functools.cache(_flashcore.Rule)
+_rule = functools.lru_cache(256)(_flashcore.Rule)
 # Query i sees the keys up to i, counted from the first of both or from the last.
 _UPPER_LEFT = "(mask causal_upper_left (le key query))"
 _LOWER_RIGHT = "(mask causal_lower_right (le (sub key key_length) (sub query query_length)))"

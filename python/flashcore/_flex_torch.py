@@ -132,7 +132,7 @@ def _number(blocks: Any) -> int:
     return id(blocks)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _rule(text: str) -> Any:
     return _flashcore.Rule(text) if text else None
 
