@@ -813,6 +813,19 @@ def test_vmap(device):
 
 
 @every_device
+def test_several_gradients_of_one_output(device):
+    """By ``torch.func.vmap``; with ``is_grads_batched`` PyTorch hands over tensors without memory."""
+    q, k, v = (random(1, 20, 2, 64, device=device, seed=seed).requires_grad_() for seed in range(3))
+    output, douts = flash_attn_func(q, k, v), random(3, 1, 20, 2, 64, device=device, seed=4)
+    of = lambda dout: torch.autograd.grad(output, q, dout, retain_graph=True)[0]
+    assert torch.equal(torch.func.vmap(of)(douts), torch.stack([of(dout) for dout in douts]))
+    with pytest.raises(
+        TypeError, match="^dout cannot be read .*is_grads_batched=True, where torch.func.vmap is served"
+    ):
+        torch.autograd.grad(output, q, douts, is_grads_batched=True)
+
+
+@every_device
 def test_forward_mode_is_refused(device):
     """A tangent that the result does not have would be a derivative of zero."""
     q, k, v = (random(1, 20, 2, 64, device=device, seed=seed) for seed in range(3))

@@ -461,8 +461,16 @@ fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
     let layout = tensor.getattr(intern!(tensor.py(), "layout")).map(|it| it.to_string());
     match layout {
         Ok(layout) if error.is_instance_of::<PyRuntimeError>(tensor.py()) => {
+            let why = match layout.as_str() {
+                // Its dispatcher does not tell such tensors from others before.
+                "torch.strided" => {
+                    "it has no memory, as with is_grads_batched=True, where torch.func.vmap is served"
+                        .to_owned()
+                }
+                _ => format!("its layout is {layout}"),
+            };
             PyTypeError::new_err(format!(
-                "{name} cannot be read (its layout is {layout}), expected a dense torch.strided tensor"
+                "{name} cannot be read ({why}), expected a dense torch.strided tensor"
             ))
         }
         _ => error,
