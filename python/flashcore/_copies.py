@@ -99,9 +99,12 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
 
 def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
     """Returns queries, keys and values, or None if they are not all tensors."""
-    for tensor in tensors:
-        if tensor is not None and not _can_be_copied(tensor):
-            return None
+    count = next((at for at, tensor in enumerate(tensors) if tensor is None), 3)
+    if count == 0 or not all(map(_can_be_copied, tensors[:count])) or any(it is not None for it in tensors[count:]):
+        return None
+    # The last one has the others packed into it.
+    if count < 3 and tensors[count - 1].shape[-3:-2] != (4 - count,):
+        return None
     return separate(tensors)
 
 

@@ -110,6 +110,14 @@ def test_scale():
         flash_attn_func(q, k, v, softmax_scale=math.inf)
 
 
+def test_missing_tensors_beside_another_mistake():
+    """Other arguments are looked at first; then tensors that kernels cannot read, which are copied."""
+    x = random(1, 9, 1, 12)
+    for missing in ((None, x, x), (x, None, x), (x, x, None), (x, None, None), (None, None, None)):
+        with pytest.raises((TypeError, ValueError), match="^(softcap|q|k|v)[ =]"):
+            flash_attn_func(*missing, softcap=math.inf)
+
+
 def test_nothing_to_do():
     q, k = random(2, 5, 3, 8), random(2, 0, 3, 8)
     output, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
