@@ -503,6 +503,8 @@ def mask_rules(
     if len(padded) != 4 or any(given != 1 and given != size for given, size in zip(padded, scores)):
         raise ValueError(f"{argument} has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
     if any(size == 0 for size in scores):
+        if getattr(attn_mask, "is_meta", False) and not getattr(query, "is_meta", False):
+            raise ValueError(f"{argument} is on meta, expected memory like query")
         return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)

@@ -52,7 +52,7 @@ def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None
         raise ValueError(f"{argument} has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
     heads = x.shape[-2]
     shared = heads if kv_heads is None else whole("kv_heads", kv_heads)
-    if shared < 1 or heads % shared != 0:
+    if not 1 <= shared <= heads or heads % shared != 0:
         raise ValueError(f"{argument} has {heads} heads, expected a multiple of kv_heads={kv_heads}")
     if not isinstance(per, str) or per not in _PER:
         raise ValueError(f"per={shown(per)}, expected one of {', '.join(_PER)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import by_keyword, check_rows, either, flag, hints, invariant, rarely, refuse, shape_of
+from ._arguments import by_keyword, check_rows, either, flag, hints, invariant, rarely, refuse, shape_of, whole
 
 try:
     from . import _torch as _torch
@@ -559,6 +559,8 @@ def _lengths(cu_seqlens_k: Any, sequences: int) -> Any:
         )
     if not hasattr(cu_seqlens_k, "__getitem__"):
         raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k)}, expected a tensor that can be indexed")
+    if _torch is not None:
+        _torch.refuse_odd("cu_seqlens_k", cu_seqlens_k)
     return cu_seqlens_k[1:] - cu_seqlens_k[:-1]
 
 
@@ -617,8 +619,7 @@ def get_scheduler_metadata(
         ValueError: If ``cache_seqlens`` has another shape.
     """
     hints(num_splits, pack_gqa, sm_margin)
-    if not isinstance(batch_size, int):
-        raise TypeError(f"batch_size is a {type(batch_size)}, expected a whole number")
+    batch_size = whole("batch_size", batch_size)
     _check_integers("cache_seqlens", cache_seqlens)
     if tuple(cache_seqlens.shape) != (batch_size,):
         raise ValueError(f"cache_seqlens has shape {list(cache_seqlens.shape)}, expected [{batch_size}]")

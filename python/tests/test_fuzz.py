@@ -542,7 +542,8 @@ def as_tensors(dice, given):
 def f64(x):
     """A tensor of any kind in float64."""
     if torch is not None and isinstance(x, torch.Tensor):
-        return x.detach().resolve_neg().to(torch.float64).numpy()
+        x = x.dequantize() if x.is_quantized else x.detach()
+        return x.resolve_neg().to(torch.float64).numpy()
     if isinstance(x, Written):
         return x.numbers
     if isinstance(x, Proxy):
@@ -991,6 +992,30 @@ def test_a_tensor_whose_memory_was_given_back_is_refused():
     # One that stands for zeros and has no memory either is made real.
     zeros = torch._efficientzerotensor(good.shape)
     assert torch.equal(flashcore.flash_attn_func(good, good, zeros), good)
+
+
+def test_what_is_not_looked_at_is_refused_by_name_all_the_same():
+    q, lengths = floats(1, 3, 2, 8), np.zeros(1, np.int32)
+    for batch_size in (1.0, "1", None):
+        with pytest.raises(TypeError, match="^batch_size=.*, expected a whole number"):
+            flashcore.get_scheduler_metadata(batch_size, 1, 64, 2, 2, 16, lengths)
+    assert flashcore.get_scheduler_metadata(np.int64(1), 1, 64, 2, 2, 16, lengths).shape == (1,)
+    assert flashcore.get_scheduler_metadata(False, 1, 64, 2, 2, 16, lengths[:0]).shape == (0,)
+    for heads, kv_heads in ((0, 2**64), (0, 4), (2, 4)):
+        with pytest.raises(ValueError, match=f"^x has {heads} heads, expected a multiple of kv_heads={kv_heads}"):
+            flashcore.quantize(q[:, :, :heads], kv_heads=kv_heads)
+    torch = pytest.importorskip("torch")
+    packed, starts = torch.from_numpy(q[0]), torch.tensor([0, 3], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(TypeError, match="^cu_seqlens_k cannot be read .*torch.sparse_coo"):
+        flashcore.flash_attn_varlen_func(
+            packed, packed[None], packed[None], starts, starts.to_sparse(), 3, 3, block_table=table
+        )
+    heads_first = torch.from_numpy(q).mT
+    with pytest.raises(ValueError, match="^attn_mask is on meta, expected memory like query"):
+        flashcore.scaled_dot_product_attention(
+            heads_first[:, :, :0], heads_first, heads_first, attn_mask=torch.zeros((), device="meta")
+        )
 
 
 def test_head_dims_that_differ_are_not_filled_up_to_the_same():
