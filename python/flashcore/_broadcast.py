@@ -14,6 +14,8 @@ from ._arguments import shape_of
 
 try:
     import torch
+
+    from . import _torch
 except ModuleNotFoundError:
     torch = None  # type: ignore[assignment,unused-ignore]
 
@@ -42,6 +44,9 @@ def four_dimensions(
     wanted = [(*batch, head) for head in most]
     if all(len(shape) == 4 for shape in shapes) and wanted == leading and (grouped or heads[0] == heads[1]):
         return None
+    if torch is not None:
+        for name, tensor in zip(("query", "key", "value", "attn_mask"), (*tensors, attn_mask)):
+            _torch.refuse_odd(name, tensor)
     given = tuple(_four(it, lead, shape[-2:]) for it, lead, shape in zip(tensors, wanted, shapes))
     own = max(len(shape) for shape in shapes) - 2
     dimensions = (*batch, most[0])[rank - own :]

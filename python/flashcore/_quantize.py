@@ -24,7 +24,7 @@ def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_head
 
     Args:
         x: (batch, length, heads, head dim) or, packed, (rows, heads, head dim), in float16, bfloat16, float32 or
-            float64.
+            float64, which is rounded to float32 first.
         dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, as a name or as an element type of the library of
             ``x``. ``int8``, for keys and values only, has the range -127 to 127; NaN becomes 0.
         per: Which elements share a factor: ``"tensor"`` all, ``"head"`` those of a head, ``"sequence"`` those of a
@@ -182,7 +182,9 @@ def _is_torch(x: Any) -> bool:
 
 def _type(x: Any, dtype: Any) -> tuple[str, Any]:
     """Returns the name of an 8-bit type, and the type in the library of a tensor."""
-    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rpartition(".")[2]
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    # What tensors hold does not matter, and some cannot be printed.
+    name = shown(dtype) if hasattr(dtype, "__dlpack__") else str(name or dtype).rpartition(".")[2]
     if name not in _LARGEST:
         raise ValueError(f"dtype={name}, expected float8_e4m3fn, float8_e5m2 or int8")
     if _is_torch(x):
