@@ -87,7 +87,7 @@ struct Measure {
     #[arg(long, value_name = "PREFIX")]
     output: Option<PathBuf>,
     /// Say what would be measured, without a GPU
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output")]
     plan: bool,
     /// Measure the first candidate against itself so many times: how often is that within noise?
     #[arg(long, value_name = "TRIALS", conflicts_with_all = ["plan", "output"])]

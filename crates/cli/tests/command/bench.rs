@@ -102,6 +102,7 @@ fn gradients_are_planned() {
 fn mistakes_are_named() {
     assert!(fail(2, &["bench", "--candidates", "fa9"]).contains("no candidate `fa9`"));
     assert!(fail(1, &["bench", "--set", "papers", "--plan"]).contains("sets are paper"));
+    assert!(fail(2, &["bench", "--plan", "--output", "x"]).contains("cannot be used with"));
     let message = fail(1, &["bench", "compare", "/nowhere/a.json", "/nowhere/b.json"]);
     assert!(message.contains("cannot read /nowhere/a.json"), "{message}");
     if cuda::DeviceInfo::query(0).is_err() {
