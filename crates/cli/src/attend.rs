@@ -189,8 +189,8 @@ fn prepare(
         return Err("--descale is for tensors of 8 bits, and none has so few".into());
     }
     memory::admit(&problem)?;
-    let auxiliary = AuxiliaryInputs::of(&problem)?;
     let _bar = Bar::new("making tensors");
+    let auxiliary = AuxiliaryInputs::of(&problem)?;
     let tensors = InputTensors::random(&problem, arguments.seed.unwrap_or(0))?;
     Ok((problem, tensors, Some(auxiliary)))
 }
