@@ -120,9 +120,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .map(AsRef::as_ref)
         .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
-    if let Some(missing) = machine.missing().iter().find(|it| Some(it.backend) == wanted) {
-        let reason = &missing.reason;
-        return Err(format!("there is no {} back end here: {reason}", missing.backend).into());
+    if let Some(name) = wanted.filter(|_| backends.is_empty()) {
+        let missing = machine.missing().iter().find(|it| it.backend == name);
+        let reason = missing.map_or("no such back end exists", |it| &it.reason);
+        return Err(format!("there is no {name} back end here: {reason}").into());
     }
     if let Some(batches) = arguments.batches {
         return check_batches(&backends, batches, arguments.json);
@@ -156,9 +157,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     if lines.is_empty() && outcomes.is_empty() {
         return Err(match &arguments.kernel {
             Some(kernel) => {
-                // A name may have a back end that there is not.
-                let all = || machine.backends().iter().map(AsRef::as_ref).collect();
-                let backends = if backends.is_empty() { all() } else { backends };
                 let known = known(&backends).join(", ");
                 format!("there is no kernel `{kernel}` here, only {known}")
             }
