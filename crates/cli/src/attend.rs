@@ -15,7 +15,7 @@ use serde::Serialize;
 use testing::Verdict;
 
 use crate::progress::Bar;
-use crate::{Answer, Preferred, memory, terminal};
+use crate::{Answer, Preferred, destination, memory, terminal};
 
 /// Compute attention on the best back end there is, and check it
 #[derive(Args)]
@@ -106,6 +106,9 @@ fn window(text: &str) -> Result<Mask, String> {
 pub(crate) const CHECK_OPERATIONS: f64 = 5e9;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    if let Some(path) = &arguments.output {
+        destination::admit(path)?;
+    }
     let started = Instant::now();
     // Opening a GPU takes as long as making up large tensors: both at once.
     let (prepared, machine) = std::thread::scope(|scope| {

@@ -222,7 +222,9 @@ fn files_that_cannot_be_used_are_refused_in_a_line() {
 
     let nowhere = fail(1, &["attend", "--input", "/nowhere/q.safetensors"]);
     assert!(nowhere.starts_with("cannot read /nowhere/q.safetensors: "), "{nowhere}");
-    let nowhere = fail(1, &["attend", "--seq", "4", "--output", "/nowhere/o.safetensors"]);
+    // At once, and not after hours.
+    let long = ["attend", "--seq", "1000000", "--heads", "1", "--head-dim", "8"];
+    let nowhere = fail(1, &[&long[..], &["--output", "/nowhere/o.safetensors"]].concat());
     assert!(nowhere.starts_with("cannot write /nowhere/o.safetensors: "), "{nowhere}");
 }
 
