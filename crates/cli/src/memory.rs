@@ -25,7 +25,7 @@ pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
     .sum();
     // The output's rows are listed once while they are shared out among threads.
     let rows = problem.rows() as u128 * (4 + 16);
-    let needed = bytes + rows + lists(problem);
+    let needed = (bytes + rows).saturating_add(lists(problem));
     match available() {
         Some(available) if needed > available => Err(format!(
             "this problem needs {} of memory, {} are free",
@@ -54,7 +54,7 @@ fn lists(problem: &Problem) -> u128 {
         Alibi::PerSequence => batch,
     };
     let heads = problem.query_heads as u128 * (slopes + u128::from(problem.scores.sinks));
-    sequences + 4 * (places + heads)
+    places.saturating_add(heads).saturating_mul(4).saturating_add(sequences)
 }
 
 /// Bytes that can be allocated, where the system says so.

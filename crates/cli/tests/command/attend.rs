@@ -265,9 +265,12 @@ fn problems_without_meaning_are_refused_in_a_line() {
     assert!(refuse(&["--batch", "18446744073709551615"]).contains("address space"));
     assert!(refuse(&["--seq", "1000000000000"]).contains("of memory"));
     // Lists take memory too, whatever tensors do.
-    for lists in
-        ["s=1,keys=pages:16:900000000000:7", "s=0,b=900000000000", "s=0,h=900000000000,alibi"]
-    {
+    for lists in [
+        "s=1,keys=pages:16:900000000000:7",
+        "s=0,b=18446744073709551615,keys=pages:1:18446744073709551615:1",
+        "s=0,b=900000000000",
+        "s=0,h=900000000000,alibi",
+    ] {
         let message = refuse(&["--problem", &format!("h=1,d=8,{lists}")]);
         assert!(message.contains("of memory"), "{message}");
     }

@@ -192,8 +192,8 @@ impl fmt::Display for Accuracy {
     }
 }
 
-/// The most elements of a tensor of a scene: references and shadows of its memory take 20 times as
-/// many bytes.
+/// The most elements of a tensor of a scene. The reference and the simulator's shadow of the memory
+/// take several times the bytes.
 const MAX_ELEMENTS: usize = 1 << 28;
 
 impl Scene {
