@@ -221,8 +221,9 @@ def attention(
         attention_mask: (batch, keys), true or 1 where there is a token; None without padding. One that broadcasts to
             (batch, heads, queries, keys), as in :func:`flashcore.scaled_dot_product_attention`, is all that is said of
             which query sees which key.
-        scaling, dropout, softcap, is_causal, s_aux, deterministic: As ``softmax_scale``, ``dropout_p``, ``softcap``,
-            ``causal``, ``s_aux`` and ``deterministic`` of :func:`flashcore.flash_attn_func`.
+        scaling, softcap, is_causal, s_aux, deterministic: As ``softmax_scale``, ``softcap``, ``causal``, ``s_aux`` and
+            ``deterministic`` of :func:`flashcore.flash_attn_func`.
+        dropout: Must be 0.0.
         sliding_window: The number of keys that a query sees, including its own position; that of the layer if it is not
             given, or None for all.
         position_ids: (1, length): positions that restart mark packed sequences.
@@ -236,6 +237,7 @@ def attention(
         The output, (batch, queries, heads, head dim), and None in the place of the probabilities.
     """
     _refuse_unserved(others)
+    _refuse_dropout(dropout)
     causal, sliding_window = _is_causal(module, is_causal), _window(module, sliding_window)
     packed = attention_mask if isinstance(attention_mask, SequenceNumbers) else None
     attention_mask = None if packed is not None else attention_mask
@@ -244,8 +246,6 @@ def attention(
         if cu_seq_lens_q is not None:
             given = "an attention_mask of pairs" if position_bias is None else "position_bias"
             raise NotImplementedError(f"cu_seq_lens_q was given together with {given}, expected None")
-        if dropout:
-            raise refusal("dropout", dropout, 0.0)
         if rows_of_tokens:
             attention_mask = _visible(query, key, attention_mask, packed, causal, sliding_window)
         masks = {"attention_mask": attention_mask, "position_bias": position_bias}
@@ -254,7 +254,6 @@ def attention(
     rules: dict[str, Any] = {
         "softmax_scale": scaling,
         "causal": causal,
-        "dropout_p": dropout,
         "softcap": softcap or 0.0,
         "s_aux": s_aux,
         "deterministic": bool(deterministic),
@@ -327,6 +326,7 @@ def paged(
         The output, (rows of all sequences, heads, head dim), and None in the place of the probabilities.
     """
     _refuse_unserved(others)
+    _refuse_dropout(dropout)
     for name, given in (("block_table", block_table), ("position_bias", position_bias)):
         if given is not None:
             raise refusal(name, given, None)
@@ -365,7 +365,6 @@ def paged(
         window_size=(window - 1, 0) if window else (-1, -1),
         softcap=softcap or 0.0,
         s_aux=s_aux,
-        dropout_p=dropout,
     )
     return packed, None
 
@@ -375,6 +374,14 @@ def _refuse_unserved(others: dict[str, Any]) -> None:
         given = others.get(name)
         if given is not None and given is not default:
             raise refusal(name, given, default)
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"dropout={dropout} is not supported yet, expected 0.0: set attention_dropout=0.0 in the configuration of the "
+            "model, or what it calls that (attn_pdrop, attention_probs_dropout_prob), or call model.eval()"
+        )
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:

@@ -455,7 +455,7 @@ REFUSED = {
     "block_indices": ({"block_indices": torch.zeros(2, 1)}, NotImplementedError, "block_indices=.* expected None"),
     "head_mask": ({"head_mask": torch.ones(2)}, NotImplementedError, "head_mask=.* expected None"),
     "output_attentions": ({"output_attentions": True}, NotImplementedError, "output_attentions=True.* expected False"),
-    "dropout": ({"dropout": 0.5}, NotImplementedError, "dropout_p=0.5"),
+    "dropout": ({"dropout": 0.5}, NotImplementedError, "dropout=0.5.*set attention_dropout=0.0"),
     "dropout with a bias": (
         {"dropout": 0.5, "position_bias": torch.zeros(1, 2, 3, 3)}, NotImplementedError, "dropout=0.5"
     ),
@@ -486,10 +486,12 @@ def test_what_is_not_served_is_refused_by_name(what):
         flashcore.transformers.attention(torch.nn.Module(), q, q, q, **{"attention_mask": None, **say})
 
 
-@pytest.mark.parametrize("name", ["block_table", "position_bias", "indices", "layer_types", "is_causal", "model_type"])
+@pytest.mark.parametrize(
+    "name", ["block_table", "position_bias", "indices", "dropout", "layer_types", "is_causal", "model_type"]
+)
 def test_continuous_batching_refuses_by_name(name):
     layer, rows = torch.nn.Module(), torch.randn(1, 2, 3, 8)
-    layer.layer_idx, say = 0, {name: False if name == "is_causal" else torch.zeros(1)}
+    layer.layer_idx, say = 0, {name: False if name == "is_causal" else torch.ones(1)}
     configs = {
         "layer_types": types.SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=4),
         # One that changes its masks.

@@ -15,7 +15,7 @@ use serde::Serialize;
 use testing::Verdict;
 
 use crate::progress::Bar;
-use crate::{Answer, Preferred, memory, terminal};
+use crate::{Answer, Preferred, destination, memory, terminal};
 
 /// Compute attention on the best back end there is, and check it
 #[derive(Args)]
@@ -106,6 +106,9 @@ fn window(text: &str) -> Result<Mask, String> {
 pub(crate) const CHECK_OPERATIONS: f64 = 5e9;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    if let Some(path) = &arguments.output {
+        destination::admit(path)?;
+    }
     let started = Instant::now();
     // Opening a GPU takes as long as making up large tensors: both at once.
     let (prepared, machine) = std::thread::scope(|scope| {
@@ -189,8 +192,8 @@ fn prepare(
         return Err("--descale is for tensors of 8 bits, and none has so few".into());
     }
     memory::admit(&problem)?;
-    let auxiliary = AuxiliaryInputs::of(&problem)?;
     let _bar = Bar::new("making tensors");
+    let auxiliary = AuxiliaryInputs::of(&problem)?;
     let tensors = InputTensors::random(&problem, arguments.seed.unwrap_or(0))?;
     Ok((problem, tensors, Some(auxiliary)))
 }

@@ -95,6 +95,15 @@ struct Json<'a> {
     ladder: &'a [MatrixOutcome],
 }
 
+impl Arguments {
+    /// The back end and the kernel that are named: a kernel's name may have its back end before it, as
+    /// the tables print it.
+    fn preference(&self) -> Preference {
+        let named = self.kernel.as_deref().map(Preference::named).unwrap_or_default();
+        Preference { backend: self.backend.name().map(str::to_owned).or(named.backend), ..named }
+    }
+}
+
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let machine = Machine::discover();
     let dtypes = match arguments.dtype {
@@ -103,16 +112,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None if arguments.thorough => vec![DType::F16, DType::BF16],
         None => DType::ALL.to_vec(),
     };
-    let wanted = arguments.backend.name();
+    let preference = arguments.preference();
+    let wanted = preference.backend.as_deref();
     let backends: Vec<&dyn Backend> = machine
         .backends()
         .iter()
         .map(AsRef::as_ref)
         .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
-    if let Some(missing) = machine.missing().iter().find(|it| Some(it.backend) == wanted) {
-        let reason = &missing.reason;
-        return Err(format!("there is no {} back end here: {reason}", missing.backend).into());
+    if let Some(name) = wanted.filter(|_| backends.is_empty()) {
+        let missing = machine.missing().iter().find(|it| it.backend == name);
+        let reason = missing.map_or("no such back end exists", |it| &it.reason);
+        return Err(format!("there is no {name} back end here: {reason}").into());
     }
     if let Some(batches) = arguments.batches {
         return check_batches(&backends, batches, arguments.json);
@@ -125,7 +136,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         if !dtype.is_8_bit() {
             lines.extend(check_gradients(&backends, *dtype, arguments));
         }
-        if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
+        if let Some(gpu) = machine.gpu().filter(|_| wanted.is_none_or(|it| it == "gpu")) {
             lines.extend(check_caches(gpu, *dtype, arguments));
         }
     }
@@ -135,7 +146,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     });
     let outcomes = match machine.gpu() {
         Some(gpu)
-            if wanted != Some("cpu") && !arguments.thorough && arguments.problem.is_empty() =>
+            if wanted.is_none_or(|it| it == "gpu")
+                && !arguments.thorough
+                && arguments.problem.is_empty() =>
         {
             check_matrix_kernels(gpu, arguments)?
         }
@@ -213,6 +226,7 @@ fn check_given(
     arguments: &Arguments,
 ) -> Result<Vec<Line>, Box<dyn Error>> {
     let mut all = Vec::new();
+    let preference = arguments.preference();
     let bar = Bar::new("checking");
     for problem in &arguments.problem {
         memory::admit(problem)?;
@@ -235,7 +249,7 @@ fn check_given(
         for backend in backends {
             for candidate in backend.candidates(problem, &arrangement) {
                 let kernel = candidate.kernel;
-                let named = arguments.kernel.as_deref().map(|name| name == kernel);
+                let named = preference.kernel.as_deref().map(|name| name == kernel);
                 if candidate.accepted && named.unwrap_or(!candidate.on_request) {
                     let result = match &expected {
                         Expected::Output(expected) => {
@@ -257,8 +271,7 @@ fn check_given(
         if checked.is_empty() {
             let machine = Machine::discover();
             // The planner says why, and what would work.
-            let name = arguments.kernel.as_deref().unwrap_or_default();
-            machine.plan(problem, &Preference::named(name))?;
+            machine.plan(problem, &preference)?;
         }
         all.extend(lines(problem.dtype(), checked.into_iter()));
     }
@@ -272,7 +285,8 @@ fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
         false => cases::standard(dtype),
     };
     let bar = Bar::new("checking");
-    let checked = check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar);
+    let kernel = arguments.preference().kernel;
+    let checked = check::run_all(backends, kernel.as_deref(), &cases, &bar);
     lines(dtype, checked.into_iter().map(checked_case))
 }
 
@@ -292,7 +306,8 @@ fn check_gradients(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
         .filter(|it| !arguments.thorough || !on_gpu || it.name() == "gpu")
         .collect();
     let bar = Bar::new("checking");
-    let checked = check::run_gradients(&asked, arguments.kernel.as_deref(), &cases, &bar);
+    let kernel = arguments.preference().kernel;
+    let checked = check::run_gradients(&asked, kernel.as_deref(), &cases, &bar);
     lines(dtype, checked.into_iter().map(checked_case))
 }
 
@@ -307,8 +322,8 @@ where
 fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
     let seeds = if arguments.thorough { 1_600 } else { 60 };
     let bar = Bar::new("checking");
-    let kernel = arguments.kernel.as_deref();
-    let checked = check::run_sequences(backends, kernel, dtype, seeds, &bar);
+    let kernel = arguments.preference().kernel;
+    let checked = check::run_sequences(backends, kernel.as_deref(), dtype, seeds, &bar);
     let of = |it: check::CheckedSequences| {
         let outcome = it.outcome.map(CaseResult::from);
         (it.backend, format!("{} of sequences", it.kernel), it.case, outcome)
@@ -320,7 +335,8 @@ fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
 fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
     let seeds = if arguments.thorough { 1_600 } else { 60 };
     let bar = Bar::new("checking");
-    let wanted = |name: &str| arguments.kernel.as_deref().is_none_or(|kernel| kernel == name);
+    let kernel = arguments.preference().kernel;
+    let wanted = |name: &str| kernel.as_deref().is_none_or(|kernel| kernel == name);
     let mut checked = Vec::new();
     // Caches have 16 bits or 8.
     if wanted("append") && dtype != DType::F32 {
@@ -404,7 +420,7 @@ fn check_matrix_kernels(
     arguments: &Arguments,
 ) -> Result<Vec<MatrixOutcome>, Box<dyn Error>> {
     let mut configurations = matrix::configurations(gpu);
-    if let Some(kernel) = &arguments.kernel {
+    if let Some(kernel) = arguments.preference().kernel {
         configurations.retain(|configuration| configuration.family() == kernel);
     }
     let bar = Bar::new("checking");

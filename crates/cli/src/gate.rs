@@ -114,6 +114,9 @@ impl KernelUnderTest {
             let description = arguments.description.as_ref().unwrap_or(&beside);
             return Ok(KernelUnderTest::Foreign(Box::new(ForeignKernel::read(&ptx, description)?)));
         }
+        if arguments.description.is_some() {
+            return Err(format!("--description is for a PTX file, and `{name}` is none").into());
+        }
         let kernel = choose::kernel(name, Target::SM_90A);
         let kernel = kernel.or_else(|error| configuration(name).map_err(|_| error))?;
         Ok(KernelUnderTest::Own(Box::new(OwnKernel::new(kernel)?)))

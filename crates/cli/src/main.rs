@@ -8,6 +8,7 @@ mod attend;
 mod bench;
 mod check;
 mod completions;
+mod destination;
 mod doctor;
 mod gate;
 mod inspect;

@@ -4,7 +4,7 @@
 use std::error::Error;
 use std::fs;
 
-use flashcore::{DTypes, Problem};
+use flashcore::{Alibi, DTypes, Problem, Storage};
 
 use crate::terminal;
 
@@ -25,7 +25,7 @@ pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
     .sum();
     // The output's rows are listed once while they are shared out among threads.
     let rows = problem.rows() as u128 * (4 + 16);
-    let needed = bytes + rows;
+    let needed = (bytes + rows).saturating_add(lists(problem));
     match available() {
         Some(available) if needed > available => Err(format!(
             "this problem needs {} of memory, {} are free",
@@ -35,6 +35,26 @@ pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
         .into()),
         _ => Ok(()),
     }
+}
+
+/// Bytes of the lists that say where sequences are, and of what each head has.
+fn lists(problem: &Problem) -> u128 {
+    let batch = problem.batch as u128;
+    // Starts or lengths of queries and of keys, each beside those that it is made from; the reference
+    // lists sequences of equal lengths too.
+    let sequences = batch * 4 * size_of::<usize>() as u128;
+    let places = match problem.keys {
+        Storage::Paged { columns, pages, .. } => batch * columns as u128 + pages as u128,
+        Storage::Entries(entries) => entries as u128,
+        Storage::Padded | Storage::Packed(_) => 0,
+    };
+    let slopes = match problem.scores.alibi {
+        Alibi::None => 0,
+        Alibi::PerHead => 1,
+        Alibi::PerSequence => batch,
+    };
+    let heads = problem.query_heads as u128 * (slopes + u128::from(problem.scores.sinks));
+    places.saturating_add(heads).saturating_mul(4).saturating_add(sequences)
 }
 
 /// Bytes that can be allocated, where the system says so.

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use flashcore::family::tuning::TuningFile;
 use flashcore::gpu::Chip;
 use flashcore::{Pass, Problem, Progress};
-use harness::bench::Candidate;
+use harness::bench::{Candidate, CandidateKind};
 use harness::problems::ProblemSet;
 use harness::tune::cost::{BlockCost, predict};
 use harness::tune::effects::{Effect, effects};
@@ -49,7 +49,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Rank configurations by the cost model alone, without a GPU
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["seconds", "start", "seed", "log", "output"])]
     model: bool,
     /// How many of the best the model shows
     #[arg(long, default_value_t = 10, requires = "model")]
@@ -288,9 +288,16 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
     let clock = info.map_or(1980.0, |info| f64::from(info.clock_kilohertz) / 1e3);
     let mut all = Vec::new();
     for problem in problems {
-        let Configuration::Forward(rules) = chosen(&Candidate::parse("forward")?, &chip, problem)?
-        else {
-            return Err("the model knows the forward kernel alone".into());
+        let bar = Bar::new("simulating");
+        let mut candidate = arguments.kernel.candidate(problem.pass)?;
+        // The planner may choose another kernel, which is not what it was asked for here.
+        if candidate.kind == CandidateKind::Planned {
+            candidate = Candidate::parse("forward")?;
+        }
+        let kernel = chosen(&candidate, &chip, problem)?;
+        let Configuration::Forward(rules) = kernel else {
+            let family = kernel.family();
+            return Err(format!("the model knows the forward kernel alone, not {family}").into());
         };
         // The model knows nothing about how code is laid out.
         let like_rules = Genome::of(&rules);
@@ -299,7 +306,6 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
         let forwards: Vec<_> = (genomes.iter().map(|it| it.configuration(&rules)))
             .filter(|forward| possible(forward).is_ok())
             .collect();
-        let bar = Bar::new("simulating");
         bar.begin(forwards.len() as u64);
         // What a block costs does not depend on buffers and stages: each is counted once.
         let mut costs = std::collections::HashMap::new();

@@ -32,6 +32,8 @@ pub(crate) struct What {
 
 /// Compile kernels into the cache ahead of time
 #[derive(Args)]
+#[command(mut_arg("preferred", |it| it.conflicts_with("all")))]
+#[command(mut_arg("backend", |it| it.conflicts_with("all")))]
 pub(crate) struct Arguments {
     #[command(flatten)]
     what: What,

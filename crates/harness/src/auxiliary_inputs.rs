@@ -64,7 +64,7 @@ impl AuxiliaryInputs {
     /// ```
     pub fn of(problem: &Problem) -> Result<Self, Error> {
         let mut single = problem.clone().with_storage(Storage::Padded, Storage::Padded);
-        (single.query_length, single.key_length, single.lists) = (1, 1, Lists::default());
+        (single.query_length, single.key_length, single.lists) = (0, 0, Lists::default());
         (single.head_dim, single.value_head_dim) = (1, 1);
         let InputTensors { slopes, sinks, .. } = InputTensors::random(&single, 0)?;
         let descales =

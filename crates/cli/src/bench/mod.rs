@@ -16,7 +16,7 @@ use harness::statistics::Difference;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, terminal};
+use crate::{Answer, destination, terminal};
 
 /// Measure kernels against each other and against peers
 #[derive(Args)]
@@ -87,7 +87,7 @@ struct Measure {
     #[arg(long, value_name = "PREFIX")]
     output: Option<PathBuf>,
     /// Say what would be measured, without a GPU
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output")]
     plan: bool,
     /// Measure the first candidate against itself so many times: how often is that within noise?
     #[arg(long, value_name = "TRIALS", conflicts_with_all = ["plan", "output"])]
@@ -202,6 +202,12 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
     }
     if let Some(trials) = arguments.same {
         return same(options, trials, arguments.json);
+    }
+    if let Some(prefix) = &arguments.output {
+        let path = with_suffix(prefix, ".json");
+        // What is wrong here is what the trial says.
+        let _ = path.parent().map(std::fs::create_dir_all);
+        destination::admit(&path)?;
     }
     let mut screen = Bar::new("measuring");
     let results = harness::bench::run(&options, &mut screen)?;

@@ -22,6 +22,8 @@ use crate::{Answer, Preferred, terminal};
 
 /// Look into a kernel (configuration, shared memory, registers, spills, PTX, SASS) or a plan
 #[derive(Args)]
+#[command(mut_arg("preferred", |it| it.requires("problem").conflicts_with("kernel")))]
+#[command(mut_arg("backend", |it| it.requires("problem").conflicts_with("kernel")))]
 pub(crate) struct Arguments {
     /// A configuration or a family by name [default: list them]
     #[arg(group = "subject")]

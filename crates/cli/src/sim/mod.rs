@@ -101,6 +101,7 @@ fn parse_limit(text: &str) -> Result<(Measure, u64), String> {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let bar = Bar::new("simulating");
     let (kernel, scene) = match (&arguments.problem, &arguments.kernel) {
         (Some(problem), family) => arguments.size.of_problem(problem, family.as_deref())?,
         (None, name) => {
@@ -115,14 +116,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let seeds = arguments.seed.map_or(0..arguments.seeds, |seed| seed..seed.saturating_add(1));
     let schedules = schedules(&policies, seeds);
 
-    let bar = Bar::new("simulating");
-    bar.begin(schedules.len() as u64);
-    let options = Options { mode, budget, ..Options::default() };
-    let outcomes = scene.sweep(&schedules, &options, || bar.advance(1));
+    // First, since whether the file can be written does not depend on what is found.
     let timeline = match &arguments.trace {
         Some(path) => Some(draw(&scene, path)?),
         None => None,
     };
+    bar.begin(schedules.len() as u64);
+    let options = Options { mode, budget, ..Options::default() };
+    let outcomes = scene.sweep(&schedules, &options, || bar.advance(1));
     drop(bar);
 
     let replay = |policy: Policy, seed: u64| {

@@ -4,7 +4,7 @@ use std::error::Error;
 
 use clap::Args;
 use flashcore::gpu::Chip;
-use flashcore::{Plan, Preference, Problem};
+use flashcore::{Pass, Plan, Preference, Problem};
 use harness::auxiliary_inputs::AuxiliaryInputs;
 use harness::bench::families;
 use kernels::Configuration;
@@ -94,6 +94,7 @@ impl SizeArguments {
         let choice = plan.chosen.choice.ok_or("it is no kernel of a GPU")?;
         // As it runs: a window or a cap that was a function is one by name there.
         let problem = &plan.problem;
+        Scene::admit(problem)?;
         let mut call = Call::chosen(&Chip::H200, problem, &choice);
         call.ragged = AuxiliaryInputs::of(problem)?.ragged(problem);
         Ok((call.kernel, call.scene()?))
@@ -112,8 +113,14 @@ impl SizeArguments {
         let heads = [heads, or(self.kv_heads, key_heads)];
         let plain = Call::new(kernel, batch, [queries, keys], heads);
         plain.problem.validate().map_err(|error| error.to_string())?;
-        if matches!(kernel, Configuration::Forward(_)) && keys == 0 {
-            return Err("the forward kernel takes at least one key".to_owned());
+        Scene::admit(&plain.problem).map_err(|error| error.to_string())?;
+        // The planner leaves such problems to the CPU.
+        if plain.problem.rows() == 0 {
+            return Err("there are no queries".to_owned());
+        }
+        let dense = matches!(kernel, Configuration::Forward(_));
+        if keys == 0 && (dense || plain.problem.pass == Pass::Backward) {
+            return Err(format!("the {} kernel takes at least one key", kernel.family()));
         }
         Ok(match small.ragged {
             None => plain,

@@ -222,7 +222,9 @@ fn files_that_cannot_be_used_are_refused_in_a_line() {
 
     let nowhere = fail(1, &["attend", "--input", "/nowhere/q.safetensors"]);
     assert!(nowhere.starts_with("cannot read /nowhere/q.safetensors: "), "{nowhere}");
-    let nowhere = fail(1, &["attend", "--seq", "4", "--output", "/nowhere/o.safetensors"]);
+    // At once, and not after hours.
+    let long = ["attend", "--seq", "1000000", "--heads", "1", "--head-dim", "8"];
+    let nowhere = fail(1, &[&long[..], &["--output", "/nowhere/o.safetensors"]].concat());
     assert!(nowhere.starts_with("cannot write /nowhere/o.safetensors: "), "{nowhere}");
 }
 
@@ -262,6 +264,16 @@ fn problems_without_meaning_are_refused_in_a_line() {
     assert!(refuse(&["--descale", "head"]).contains("none has so few"));
     assert!(refuse(&["--batch", "18446744073709551615"]).contains("address space"));
     assert!(refuse(&["--seq", "1000000000000"]).contains("of memory"));
+    // Lists take memory too, whatever tensors do.
+    for lists in [
+        "s=1,keys=pages:16:900000000000:7",
+        "s=0,b=18446744073709551615,keys=pages:1:18446744073709551615:1",
+        "s=0,b=900000000000",
+        "s=0,h=900000000000,alibi",
+    ] {
+        let message = refuse(&["--problem", &format!("h=1,d=8,{lists}")]);
+        assert!(message.contains("of memory"), "{message}");
+    }
     assert!(refuse(&["--head-dim", "100000", "--seq", "2"]).contains("head dims end at 65536"));
     assert!(refuse(&["--kernel", "unheard-of"]).contains("there is no kernel `unheard-of`"));
 }

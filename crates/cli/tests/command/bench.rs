@@ -102,6 +102,12 @@ fn gradients_are_planned() {
 fn mistakes_are_named() {
     assert!(fail(2, &["bench", "--candidates", "fa9"]).contains("no candidate `fa9`"));
     assert!(fail(1, &["bench", "--set", "papers", "--plan"]).contains("sets are paper"));
+    assert!(fail(2, &["bench", "--plan", "--output", "x"]).contains("cannot be used with"));
+    // Before an hour of measuring, and before a GPU is looked for.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let within = file.path().join("results").display().to_string();
+    let message = fail(1, &["bench", "--set", "quick", "--output", &within]);
+    assert!(message.starts_with(&format!("cannot write {within}.json: ")), "{message}");
     let message = fail(1, &["bench", "compare", "/nowhere/a.json", "/nowhere/b.json"]);
     assert!(message.contains("cannot read /nowhere/a.json"), "{message}");
     if cuda::DeviceInfo::query(0).is_err() {

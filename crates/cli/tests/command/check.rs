@@ -47,6 +47,15 @@ fn given_problems_are_checked() {
     assert!(message.starts_with("there is no kernel `nope` here, only "), "{message}");
     let message = refuse(&["--backend", "cpu", "--kernel", "nope", "--dtype", "f16"]);
     assert_eq!(message, "there is no kernel `nope` here, only cpu/blocked, cpu/backward");
+    // A name with its back end is what tables print.
+    let named = ["check", "--kernel", "cpu/blocked", "--problem", "h=1,s=9,d=8", "--json"];
+    let answer = json(&named);
+    assert_eq!(answer["kernels"].as_array().unwrap().len(), 1, "{answer}");
+    assert_eq!(answer["kernels"][0]["kernel"], "blocked");
+    let message = refuse(&["--kernel", "cpu/nope", "--dtype", "f16"]);
+    assert_eq!(message, "there is no kernel `cpu/nope` here, only cpu/blocked, cpu/backward");
+    let message = refuse(&["--kernel", "tpu/nope", "--dtype", "f16"]);
+    assert_eq!(message, "there is no tpu back end here: no such back end exists");
     assert!(refuse(&["--problem", "d=100000,s=2"]).contains("head dims end at 65536"));
 }
 

@@ -62,6 +62,8 @@ fn mistakes_are_named() {
     assert!(fail(1, &["gate", "unheard-of"]).contains("there is no kernel `unheard-of`"));
     assert!(fail(2, &["gate", "single", "--without", "luck"]).contains("there is no step `luck`"));
     assert!(fail(2, &["gate"]).contains("KERNEL"));
+    let message = fail(1, &["gate", "single", "--description", "launch.json"]);
+    assert_eq!(message, "--description is for a PTX file, and `single` is none");
     for seeds in ["0", "4294967295", "18446744073709551615"] {
         let message = fail(2, &["gate", "product", "--seeds", seeds]);
         assert!(message.contains("is not in 1..=1000000"), "{message}");

@@ -221,6 +221,11 @@ fn options_that_mean_nothing_are_refused() {
     assert!(fail(2, &["inspect", "single", "--output", "x"]).contains("--ptx|--sass"));
     assert!(fail(2, &["inspect", "single", "--ptx", "--sass"]).contains("cannot be used with"));
     assert!(fail(2, &["inspect", "single", "--all"]).contains("cannot be used with"));
+    // A kernel or a back end is chosen for a problem; what is looked into is named alone.
+    assert!(fail(2, &["inspect", "--kernel", "forward"]).contains("--problem"));
+    let message = fail(2, &["inspect", "forward", "--kernel", "unheard-of"]);
+    assert!(message.contains("cannot be used with"), "{message}");
+    assert!(fail(2, &["inspect", "--backend", "gpu"]).contains("--problem"));
 }
 
 #[test]

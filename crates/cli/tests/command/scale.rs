@@ -1,6 +1,8 @@
 //! `flashcore scale`.
 
-use crate::{fail, json, succeed};
+use std::process::Command;
+
+use crate::{fail, failure, json, succeed};
 
 #[test]
 fn many_gpus_are_predicted() {
@@ -48,6 +50,20 @@ fn times_are_saved_read_and_drawn() {
     let text = succeed(&["scale", "--ranks", "8,64", "--plot", &at("scale.svg")]);
     assert!(text.contains("written ") && text.contains("scale.svg"), "{text}");
     assert!(std::fs::read_to_string(at("scale.svg")).unwrap().starts_with("<svg "));
+}
+
+/// Where there is no space, nothing half-written stays.
+#[cfg(unix)]
+#[test]
+fn what_cannot_be_written_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    // A limit of no bytes for a file stands for a full disk.
+    let limited = "trap '' XFSZ; ulimit -f 0; exec \"$0\" scale --ranks 2 --plot scale.svg";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", limited, env!("CARGO_BIN_EXE_flashcore")]).current_dir(folder.path());
+    let message = failure(1, shell);
+    assert!(message.starts_with("cannot write scale.svg: "), "{message}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 /// What `bench --json` prints can be predicted from as it is.

@@ -54,8 +54,34 @@ fn sizes_are_those_of_the_kernel() {
     assert_eq!(message, "--rows means nothing to the single kernel");
     let message = fail(1, &["sim", "scalar", "--heads", "3", "--kv-heads", "2"]);
     assert!(message.contains("cannot be divided"), "{message}");
-    let message = fail(1, &["sim", "forward", "--kv-seq", "0"]);
-    assert!(message.contains("at least one key"), "{message}");
+    for family in ["forward", "backward", "backward-mma"] {
+        let message = fail(1, &["sim", family, "--seq", "5", "--kv-seq", "0"]);
+        assert_eq!(message, format!("the {family} kernel takes at least one key"));
+    }
+    for family in ["forward", "prefill", "mma", "decode", "scalar", "backward", "backward-mma"] {
+        assert_eq!(fail(1, &["sim", family, "--batch", "0"]), "there are no queries");
+        assert_eq!(fail(1, &["sim", family, "--seq", "0"]), "there are no queries");
+    }
+}
+
+/// Before anything is made for it.
+#[test]
+fn what_is_too_large_is_refused() {
+    for size in [
+        &["product", "--rows", "4294967295"][..],
+        &["product", "--inner", "4294967295"],
+        &["combine", "--parts", "4294967295", "--batch", "4294967295", "--seq", "4294967295"],
+        &["forward", "--seq", "4294967295"],
+        &["decode", "--batch", "4294967295"],
+        &["prefill", "--batch", "4294967295", "--kv-seq", "0"],
+        &["--problem", "b=1000000000,h=1,s=1,d=64,bf16"],
+        &["--problem", "b=1,h=1000000000,s=1,d=64,bf16"],
+        &["--problem", "b=1000000000,h=1,s=9,d=64,bf16,queries=packed:9,keys=packed:9"],
+        &["--problem", "h=1,s=1,d=64,bf16,keys=pages:16:1000000000:7"],
+    ] {
+        let message = fail(1, &[&["sim"], size].concat());
+        assert!(message.starts_with("the problem is too large"), "{size:?}: {message}");
+    }
 }
 
 /// What is over its budget fails, with the command that shows it again.
@@ -88,7 +114,9 @@ fn a_timeline_is_written() {
         assert!(events.iter().any(|event| event["args"]["name"] == row), "no row `{row}`");
     }
     let nowhere = folder.path().join("missing").join("timeline.json");
-    let message = fail(1, &["sim", SINGLE, "--trace", nowhere.to_str().unwrap()]);
+    // At once, and not after hours.
+    let trace = ["sim", SINGLE, "--seeds", "1000000", "--trace", nowhere.to_str().unwrap()];
+    let message = fail(1, &trace);
     assert!(message.starts_with("cannot write "), "{message}");
 }
 

@@ -18,6 +18,15 @@ fn the_model_ranks_configurations() {
 fn mistakes_are_named() {
     assert!(fail(2, &["tune"]).contains("--problem"));
     assert!(fail(1, &["tune", "--model", "--problem", "d=7,bf16"]).contains("head dim 7"));
+    let model = ["tune", "--model", "--problem", "d=64,bf16"];
+    let message = fail(1, &[&model[..], &["--kernel", "unheard-of"]].concat());
+    assert!(message.contains("there is no candidate `unheard-of`"), "{message}");
+    let message = fail(1, &[&model[..], &["--kernel", "decode"]].concat());
+    assert_eq!(message, "the model knows the forward kernel alone, not decode");
+    for option in ["--output", "--log", "--seconds", "--seed"] {
+        let message = fail(2, &[&model[..], &[option, "1"]].concat());
+        assert!(message.contains("cannot be used with"), "{message}");
+    }
     for model in [&["--model"][..], &[]] {
         let message = fail(1, &[&["tune", "--problem", "d=128,bf16,backward"], model].concat());
         assert!(message.starts_with("there is nothing to tune for"), "{message}");

@@ -10,6 +10,11 @@ fn something_must_be_named() {
     assert!(fail(2, &["warm"]).contains("--all"));
     assert!(fail(2, &["warm", "--problem", "x=1"]).contains("there is no size `x`"));
     assert!(fail(2, &["warm", "--problem", "d=64", "--all"]).contains("cannot be used with"));
+    // A kernel or a back end is chosen for a problem.
+    for option in [["--kernel", "mma"], ["--backend", "gpu"]] {
+        let message = fail(2, &[&["warm", "--all"], &option[..]].concat());
+        assert!(message.contains("cannot be used with"), "{message}");
+    }
 }
 
 #[test]

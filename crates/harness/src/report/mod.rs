@@ -274,7 +274,8 @@ impl Measurement {
     }
 }
 
-/// Writes a file atomically. A link, a device or a pipe is written to, not replaced.
+/// Writes a file atomically, and leaves nothing behind where that fails. A link, a device or a pipe is
+/// written to, not replaced.
 pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     let what = || format!("cannot write {}", path.display());
     if path.symlink_metadata().is_ok_and(|found| !found.is_file()) {
@@ -282,8 +283,11 @@ pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     }
     let mut beside = path.as_os_str().to_owned();
     beside.push(format!(".{}", std::process::id()));
-    std::fs::write(&beside, text).map_err(Error::io(what()))?;
-    std::fs::rename(&beside, path).map_err(Error::io(what()))
+    let written = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&beside);
+    }
+    written.map_err(Error::io(what()))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use ptx::Element;
 use sim::{BufferId, Memory};
 
 use super::call::{Buffers, dtype};
-use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
+use super::{Expected, KernelLaunch, Scene, SceneError, admit, encode, numbers};
 use crate::reference::{self, Combined};
 
 /// The factor by which the log-sum-exps of some rows are further apart than the others'.
@@ -27,11 +27,13 @@ impl Scene {
     ) -> Result<Self, SceneError> {
         let refused = |text: String| SceneError::Size(text);
         let dim = combine.value_head_dim as usize;
-        let rows = batch * heads * queries;
-        let all = rows.checked_mul(parts).and_then(|rows| rows.checked_mul(dim));
-        if !all.is_some_and(|elements| (1..1 << 28).contains(&elements)) {
-            return Err(refused("there is nothing to combine, or too much".to_owned()));
+        let counts = [batch, queries, heads, parts, dim];
+        let all = counts.into_iter().try_fold(1, usize::checked_mul);
+        if all == Some(0) {
+            return Err(refused("there is nothing to combine".to_owned()));
         }
+        admit([all])?;
+        let rows = batch * queries * heads;
         let problem = CombineProblem {
             parts,
             shape: Shape::new(batch, queries, heads, dim),

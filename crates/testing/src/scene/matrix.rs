@@ -4,7 +4,7 @@ use kernels::product::{self, Contiguous};
 use kernels::{Product, Single};
 use ptx::{Element, TileLayout};
 
-use super::{Expected, KernelLaunch, Scene, SceneError, encode, numbers};
+use super::{Expected, KernelLaunch, Scene, SceneError, admit, encode, numbers};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
 impl Scene {
@@ -37,6 +37,8 @@ impl Scene {
         if rows == 0 || inner == 0 {
             return Err(SceneError::Size(format!("a product of {rows} rows by {inner} is empty")));
         }
+        let [m, n, k] = [rows, columns, inner].map(|extent| extent as usize);
+        admit([m.checked_mul(k), n.checked_mul(k), m.checked_mul(n)])?;
         let shape = |contiguous, outer| match contiguous {
             Contiguous::Inner => (outer, inner),
             Contiguous::Outer => (inner, outer),

@@ -35,6 +35,7 @@ mod widen;
 use std::fmt;
 
 use flashcore::random::uniform;
+use flashcore::{Problem, Shape, Storage};
 use kernels::{Batch, Configuration};
 use ptx::{Element, Int8, Program};
 
@@ -153,6 +154,14 @@ pub enum SceneError {
     Size(String),
 }
 
+/// Refuses tensors of more elements than [`MAX_ELEMENTS`], or of more than can be counted.
+fn admit(counts: impl IntoIterator<Item = Option<usize>>) -> Result<(), SceneError> {
+    if counts.into_iter().any(|count| count.is_none_or(|count| count > MAX_ELEMENTS)) {
+        return Err(SceneError::Size("the problem is too large to simulate".to_owned()));
+    }
+    Ok(())
+}
+
 /// The accuracy of the results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Accuracy {
@@ -183,7 +192,24 @@ impl fmt::Display for Accuracy {
     }
 }
 
+/// The most elements of a tensor of a scene. The reference and the simulator's shadow of the memory
+/// take several times the bytes.
+const MAX_ELEMENTS: usize = 1 << 28;
+
 impl Scene {
+    /// Refuses a problem that is too large to simulate, before anything is allocated for it. A
+    /// sequence counts as one row at least, since lists have an entry for it.
+    pub fn admit(problem: &Problem) -> Result<(), SceneError> {
+        let Problem { batch, query_heads, head_dim, .. } = *problem;
+        let sequences = Shape::new(batch, 1, query_heads, head_dim);
+        let shapes = [sequences, problem.query_shape(), problem.key_shape()];
+        let table = match problem.keys {
+            Storage::Paged { columns, .. } => batch.checked_mul(columns),
+            _ => Some(0),
+        };
+        admit(shapes.into_iter().map(Shape::elements).chain([table]))
+    }
+
     /// Creates a scene of a shipped kernel on the smallest problem that takes it around its loops
     /// and has partial tiles at the ends.
     pub fn small(kernel: &Configuration) -> Result<Self, SceneError> {

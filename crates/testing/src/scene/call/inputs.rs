@@ -9,8 +9,8 @@ use flashcore::{
 };
 
 use super::{Call, KeyMagnitudes, refused};
-use crate::scene::SceneError;
 use crate::scene::backward::Backward;
+use crate::scene::{Scene, SceneError};
 
 /// The seed of queries.
 pub(super) const QUERIES: u64 = 1;
@@ -42,10 +42,7 @@ impl CallInputs {
 impl Call {
     /// Makes the tensors; rows of no sequence are NaN.
     pub(in crate::scene) fn inputs(&self) -> Result<CallInputs, SceneError> {
-        let shapes = [self.problem.query_shape(), self.problem.key_shape()];
-        if shapes.iter().any(|it| it.elements().is_none_or(|elements| elements > 1 << 28)) {
-            return Err(SceneError::Size("the problem is too large to simulate".to_owned()));
-        }
+        Scene::admit(&self.problem)?;
         self.tensors().map_err(refused)
     }
 
