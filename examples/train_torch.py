@@ -92,6 +92,8 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps}, expected 1 or more")
     ours, seconds = train(flashcore, given.steps, given.device)
     theirs, others = train(pytorch, given.steps, given.device)
     print("step  FlashCore  PyTorch")
