@@ -205,7 +205,8 @@ pub struct AppendTensors {
     /// Receives the lengths with the new tokens, which the following attention reads. It must not
     /// be the memory of `key_lengths`.
     pub lengths_after: Option<DeviceAddress>,
-    /// Start of each sequence's new tokens, and the end of the last, where they are packed.
+    /// Start of each sequence's new tokens, and the end of the last, where they are packed. Starts
+    /// must not decrease: each row looks for its sequence among them.
     pub new_starts: Option<DeviceAddress>,
     /// Number of new tokens of each sequence; without the list, all rows of the sequence are new.
     pub new_lengths: Option<DeviceAddress>,
@@ -243,7 +244,8 @@ pub struct RotatedQueries {
     pub from: DeviceTensor,
     /// Receives the rotated queries; may be the same memory.
     pub to: DeviceTensor,
-    /// Start of each sequence's queries, and the end of the last, where they are packed.
+    /// Start of each sequence's queries, and the end of the last, where they are packed. They must
+    /// not decrease either.
     pub starts: Option<DeviceAddress>,
     /// Number of queries of each sequence; without the list, all rows of the sequence are queries.
     pub lengths: Option<DeviceAddress>,

@@ -110,10 +110,11 @@ fn decodes() -> [Decode; 6] {
     let every = Decode { page_rows: Some(1), stages: 3, rows: 16, rules, ..plain };
     let fixed = Decode { splits: Splits::Fixed { tiles_per_warp: 1 }, ..plain };
     let narrow = Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain };
+    let aligned = Decode { page_rows: Some(16), ..plain };
     // Twice as many rows do not fit into registers, so their running sums are kept in global
     // memory.
-    let aligned = Decode { page_rows: Some(16), ..plain };
-    [plain, every, aligned, narrow, fixed, Decode { rows: 16, ..fixed }]
+    let capped = Decode { rows: 16, rules: Rules::LOCAL.capped(), ..fixed };
+    [plain, every, aligned, narrow, fixed, capped]
 }
 
 fn appends() -> [Append; 3] {
@@ -232,15 +233,16 @@ fn passes() -> [BackwardPass; 3] {
     [narrow, wide, sharing].map(|it| it.pass())
 }
 
-fn row_sums() -> [RowSums; 3] {
-    passes().map(|it| it.row_sums())
+fn row_sums() -> [RowSums; 4] {
+    let [narrow, wide, sharing] = passes().map(|it| it.row_sums());
+    [narrow, wide, sharing, RowSums { lse_gradient: true, ..narrow }]
 }
 
 fn roundings() -> [Rounding; 3] {
     passes().map(|it| it.rounding())
 }
 
-fn sink_gradients() -> [SinkGradients; 2] {
+fn sink_gradients() -> [SinkGradients; 3] {
     let plain = SinkGradients {
         target: Target::SM_90A,
         mask: MaskKind::Causal,
@@ -248,5 +250,6 @@ fn sink_gradients() -> [SinkGradients; 2] {
         query_block: 64,
         batch: Batch::Equal,
     };
-    [plain, SinkGradients { mask: MaskKind::Local, query_block: 128, ..plain }]
+    let local = SinkGradients { mask: MaskKind::Local, query_block: 128, ..plain };
+    [plain, local, SinkGradients { lse_gradient: true, ..plain }]
 }

@@ -40,6 +40,8 @@ pub struct AppendSize {
     /// Whether new tokens and queries are packed, with lists of where sequences start; else each
     /// sequence has room for the longest, and lists of lengths are passed only if these differ.
     pub listed: bool,
+    /// Where they are packed, rows before the first sequence and after the last that belong to none.
+    pub spare: usize,
     /// Whether lists hold numbers out of bounds in place of the bounds themselves.
     pub hostile: bool,
     /// Whether rotated queries overwrite the queries.
@@ -59,6 +61,7 @@ impl AppendSize {
             queries: vec![1, 3, 0, 2],
             in_order: true,
             listed: true,
+            spare: 0,
             hostile: false,
             in_place: true,
         }
@@ -88,8 +91,9 @@ impl AppendSize {
             false if self.listed => Storage::Entries(cache.batch),
             false => Storage::Padded,
         };
+        let packed = |counts: &[usize]| 2 * self.spare + counts.iter().sum::<usize>();
         let queries = match self.listed {
-            true => Storage::Packed(self.queries.iter().sum()),
+            true => Storage::Packed(packed(&self.queries)),
             false => Storage::Padded,
         };
         let cache = Problem::new(self.lengths.len(), self.heads, most(&self.queries), cache.dim)
@@ -107,7 +111,7 @@ impl AppendSize {
             .with_storage(queries, keys);
         let mut problem = AppendProblem::new(cache, most(&self.new));
         if self.listed {
-            problem = problem.with_packed_new(self.new.iter().sum());
+            problem = problem.with_packed_new(packed(&self.new));
         }
         match append.rotary {
             Some(Rotary { dim, interleaved }) => problem
@@ -135,8 +139,8 @@ impl Scene {
         let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
         let launch = &choice.launches[0];
         let program = launch.kernel.program()?;
-        let starts = [new, queries].map(|lengths| starts(lengths, size.listed));
-        let rows = [&starts[0], &starts[1]].map(|starts| starts[batch] as usize);
+        let starts = [new, queries].map(|lengths| starts(lengths, size.listed, size.spare));
+        let rows = [&starts[0], &starts[1]].map(|starts| starts[batch] as usize + size.spare);
         let entries = if size.listed { 1 } else { batch };
         let tensors = tensors(&problem, cache, entries, rows.map(|rows| rows / entries));
         let tensors = tensors.map_err(|error| refused(error.to_string()))?;
@@ -452,10 +456,10 @@ fn rounded(append: &Append, row: &[f64], (kind, scale): (Scales, &mut f64)) -> V
 
 /// Returns where sequences of these lengths start, packed or each with room for the longest, and
 /// where the last one's room ends.
-fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
+fn starts(lengths: &[usize], packed: bool, spare: usize) -> Vec<u32> {
     let longest = lengths.iter().copied().max().unwrap_or(0);
     let start = |count: usize| match packed {
-        true => lengths[..count].iter().sum::<usize>(),
+        true => spare + lengths[..count].iter().sum::<usize>(),
         false => count * longest,
     };
     (0..=lengths.len()).map(|count| start(count) as u32).collect()

@@ -53,8 +53,8 @@ fn packed_tokens_find_their_sequences() {
             paged,
             rotary: Some(Rotary { dim: 8, interleaved: false }),
         };
-        for hostile in [false, true] {
-            let size = AppendSize { hostile, ..AppendSize::many() };
+        for (hostile, spare) in [(false, 0), (false, 3), (true, 0)] {
+            let size = AppendSize { hostile, spare, ..AppendSize::many() };
             every_schedule(&Scene::append(append, &size).unwrap(), Mode::Checked, 1);
         }
     }

@@ -45,7 +45,8 @@ pub(super) fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         listed: false,
         ..AppendSize::small()
     };
-    let begun = AppendSize { hostile: false, ..late.clone() };
+    // Rows before it and after the last sequence belong to none.
+    let begun = AppendSize { hostile: false, spare: 2, ..late.clone() };
     let many = AppendSize { key_heads: 1, heads: 2, ..AppendSize::many() };
     [unordered, hostile, late, begun, unlisted, used, single, long, many]
         .iter()

@@ -251,7 +251,19 @@ impl Calls {
             let call = Call::ragged(kernel, shared, [2, 1]).with_multiprocessors(multiprocessors);
             all.push(Call { hostile: true, ..call });
         }
+        if !self.padded {
+            all.push(self.looked_up_again());
+        }
         all
+    }
+
+    /// Returns a call of one team whose sequences have more keys than the 32 entries are for that each
+    /// warp looks up at once: as many as the next 32 are for too, and the 32 after those.
+    fn looked_up_again(&self) -> Call {
+        let &Calls { tile, round, .. } = self;
+        let entries = 32 * 16 * (round / tile);
+        let keys = vec![3 * entries + round + 5, 0, 2 * entries];
+        self.call(vec![1; 3], keys, [1, 1]).with_multiprocessors(1)
     }
 
     /// Returns calls that only kernels without pages serve.
