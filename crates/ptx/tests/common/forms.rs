@@ -434,16 +434,15 @@ fn memory(forms: &mut Vec<Form>) {
             forms.push(Form::new(format!("compare and swap {ty:?} {space:?}"), move |s| {
                 let (address, dst) = (s.address(space), s.fresh(ty));
                 let [expected, value] = [(); 2].map(|_| s.register(ty).into());
-                let (scope, order) = (Scope::Gpu, AtomicOrder::AcquireRelease);
                 s.k.push(Instruction::CompareAndSwap {
+                    scope: Scope::Gpu,
+                    order: AtomicOrder::AcquireRelease,
+                    space,
                     ty,
                     dst,
-                    space,
                     address,
                     expected,
                     value,
-                    scope,
-                    order,
                 });
             }));
         }
