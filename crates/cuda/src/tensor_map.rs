@@ -98,6 +98,9 @@ pub struct TensorMap {
     pub(crate) opaque: [u64; 16],
 }
 
+/// Stands for the address of a tensor without elements: aligned, and not null.
+const NO_ELEMENTS: u64 = 128;
+
 // The cast in `encode` needs the size and at least the alignment of the bindings' tensor map.
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 const _: () = assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>());
@@ -121,6 +124,9 @@ impl TensorMap {
         // The driver reads no strides at rank 1, but refuses a null pointer.
         let no_strides = [0u64; 1];
         let strides = if strides.is_empty() { &no_strides[..] } else { strides };
+        // Frameworks give tensors without elements no address, and a kernel copies nothing of them.
+        // Whether the driver takes a null address is not documented; it follows none.
+        let address = if address.0 == 0 { NO_ELEMENTS } else { address.0 };
         // SAFETY: `map` is as large and as aligned as a CUtensorMap (asserted
         // above); each array has an entry per dimension (checked above), the
         // element strides more than enough. The address is not followed.
@@ -129,7 +135,7 @@ impl TensorMap {
                 (&raw mut map).cast::<sys::CUtensorMap>(),
                 data_type(tensor_box.element),
                 tensor_box.extent.len() as u32,
-                address.0 as *mut std::ffi::c_void,
+                address as *mut std::ffi::c_void,
                 dimensions.as_ptr(),
                 strides.as_ptr(),
                 tensor_box.extent.as_ptr(),

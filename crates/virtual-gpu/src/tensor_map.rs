@@ -40,8 +40,9 @@ impl Tensor {
         if self.swizzle > 3 || self.l2_promotion > 3 {
             return wrong(format!("swizzle {} or promotion {}", self.swizzle, self.l2_promotion));
         }
-        if !self.address.is_multiple_of(16) {
-            return wrong(format!("a tensor at {:#x}: not a multiple of 16", self.address));
+        // Of null the driver's documentation says nothing: refused here, so that nobody relies on it.
+        if self.address == 0 || !self.address.is_multiple_of(16) {
+            return wrong(format!("a tensor at {:#x}: null, or no multiple of 16", self.address));
         }
         if let Some(extent) = self.dimensions.iter().find(|it| !(1..=1 << 32).contains(*it)) {
             return wrong(format!("a tensor with a dimension of {extent}"));
