@@ -68,6 +68,7 @@ fn shipped_configurations_assemble_cleanly() {
     let all: Vec<Configuration> = all.collect();
     // Those for f16 come when their twins were.
     let (later, first): (Vec<_>, Vec<_>) = (all.iter()).partition(|it| it.name().contains("_f16"));
+    let stand_ins: HashSet<Configuration> = all.iter().filter_map(Configuration::compact).collect();
     let asked = Asked::default();
     let faults_of = |configuration: &Configuration| {
         let name = configuration.name();
@@ -85,7 +86,12 @@ fn shipped_configurations_assemble_cleanly() {
             let release = (ptxas.version.major, ptxas.version.minor);
             let compiler = Compiler::of_cuda(ptxas.version.major, ptxas.version.minor);
             let text = ptx::print_for(&program, compiler);
-            let again = if level < 3 { !asked.is_new(&text) } else { asked.is_twin(&text) };
+            // Of what stands in for a kernel until its full form is compiled, the old assembler reads
+            // the same instructions there, and how fast it makes the stand-in hardly matters.
+            let again = match level {
+                3 => asked.is_twin(&text),
+                _ => stand_ins.contains(configuration) || !asked.is_new(&text),
+            };
             if again && !asks_all() {
                 continue;
             }
