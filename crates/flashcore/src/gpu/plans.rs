@@ -63,7 +63,6 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         }
         let _relaxed = RelaxedCapture::begin()?;
         let plan = make(&key)?;
-        // Evicted plans are dropped while the relaxed capture mode is in force.
         let (plan, _old) = self.keep(key, plan);
         Ok(plan)
     }
