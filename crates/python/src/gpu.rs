@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use cuda::{DeviceAddress, RelaxedCapture, Stream};
+use cuda::{DeviceAddress, Stream};
 use flashcore::gpu::{
     AppendProblem, AppendTensors, AttentionPlan, AttentionState, CombineProblem, CombineTensors,
     Gpu, RotaryTables, RotatedQueries, Tensors,
 };
-use flashcore::{DTypes, Descale, Descales, Error, Mask, Problem, Shape, Storage};
+use flashcore::{DTypes, Descale, Descales, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
 
@@ -36,11 +36,8 @@ pub(crate) fn device(ordinal: u32) -> PyResult<&'static Gpu> {
         return Ok(gpu);
     }
     process().call_driver()?;
-    let open = || -> Result<Gpu, Error> {
-        let _relaxed = RelaxedCapture::begin()?;
-        Ok(Gpu::open(ordinal)?)
-    };
-    let gpu: &'static Gpu = Box::leak(Box::new(open().map_err(library)?));
+    let gpu = Gpu::open(ordinal).map_err(|error| library(error.into()))?;
+    let gpu: &'static Gpu = Box::leak(Box::new(gpu));
     devices.push((ordinal, gpu));
     Ok(gpu)
 }
