@@ -184,6 +184,9 @@ fn run<'py>(
             let plan = py.detach(launch)?;
             warn_if_slow(&plan, caller)?;
             info::remember(|| Last::Gpu { ordinal, plan });
+            if out.is_some() {
+                library.finish(py, &stream)?;
+            }
         }
         Place::Host => {
             let report = compute(py, |cancellation| {
