@@ -1,7 +1,6 @@
 //! CUDA graphs: work that is captured once and launched many times as a whole.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::null_mut;
 
@@ -13,6 +12,7 @@ use crate::{Device, Driver, Error, Result, Stream};
 /// A captured graph.
 ///
 /// It does not keep the memory that its kernels use alive: buffers must outlive the last launch.
+#[derive(Debug)]
 pub struct Graph {
     device: Device,
     handle: sys::CUgraph,
@@ -214,13 +214,8 @@ impl Drop for Graph {
     }
 }
 
-impl fmt::Debug for Graph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Graph").field("device", &self.device.ordinal()).finish_non_exhaustive()
-    }
-}
-
 /// An instantiated graph, which can be launched.
+#[derive(Debug)]
 pub struct ExecutableGraph {
     device: Device,
     handle: sys::CUgraphExec,
@@ -250,13 +245,5 @@ impl Drop for ExecutableGraph {
         // SAFETY: made in `instantiate` and destroyed once; the driver waits
         // for a launch that still runs.
         let _ = unsafe { sys::cuGraphExecDestroy(self.handle) };
-    }
-}
-
-impl fmt::Debug for ExecutableGraph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExecutableGraph")
-            .field("device", &self.device.ordinal())
-            .finish_non_exhaustive()
     }
 }

@@ -35,6 +35,7 @@ impl fmt::Display for DeviceAddress {
 ///
 /// The driver waits for the device before it frees memory, so a buffer may be dropped while a
 /// kernel that uses it still runs. It may also be dropped while a stream is being captured.
+#[derive(Debug)]
 pub struct Buffer {
     device: Device,
     address: DeviceAddress,
@@ -106,16 +107,6 @@ impl Drop for Buffer {
         // SAFETY: allocated in `new` on this context and freed once. An error
         // can only be that of an earlier kernel, which its own stream reports.
         let _ = unsafe { sys::cuMemFree_v2(self.address.0) };
-    }
-}
-
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer")
-            .field("device", &self.device.ordinal())
-            .field("address", &format_args!("{}", self.address))
-            .field("bytes", &self.bytes)
-            .finish()
     }
 }
 
