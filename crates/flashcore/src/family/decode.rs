@@ -8,11 +8,10 @@ use ptx::Capability;
 
 use super::schedule::key_rows;
 use super::{
-    Asked, Choice, Contents, Family, MOST_POSITIONS, Memory, check_head_dims, check_positions,
+    Asked, Choice, Contents, Family, MOST_POSITIONS, check_head_dims, check_positions,
     narrow_cache, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
-use crate::plan::Source;
 use crate::problem::{Problem, Storage};
 
 /// The `decode` family.
@@ -125,15 +124,9 @@ pub(crate) fn launch(
             Splits::Balanced => problem.batch as u64 * u64::from(members),
             Splits::Fixed { .. } => 2 * u64::from(blocks),
         };
-        let memory = |workspace, bytes, contents| Memory {
-            source: Source::Workspace(workspace),
-            bytes,
-            contents,
-        };
-        choice.memory = vec![
-            memory(Workspace::Partials, all_parts * decode.part_bytes(), Contents::Anything),
-            memory(Workspace::Counters, 4 * counters, Contents::Zeros),
-        ];
+        let bytes = all_parts * decode.part_bytes();
+        choice.add_memory(Workspace::Partials, bytes, Contents::Anything);
+        choice.add_memory(Workspace::Counters, 4 * counters, Contents::Zeros);
     }
     Ok(choice)
 }
