@@ -127,28 +127,9 @@ impl Backend for GpuBackend {
             }
             describe(plan.compilation(), &mut notes);
         }
-        let report = report(plan, milliseconds, first_result_time, begun, notes);
+        let kernel_time = Duration::from_secs_f64(milliseconds / 1e3);
+        let report = Report::of(plan, begun, kernel_time, first_result_time, notes);
         Ok(Output { output, lse, report })
-    }
-}
-
-/// Returns the report of a call that began at `begun`.
-pub(super) fn report(
-    plan: &Plan,
-    milliseconds: f64,
-    first_result_time: Duration,
-    begun: Instant,
-    notes: Vec<String>,
-) -> Report {
-    Report {
-        backend: GPU,
-        kernel: plan.chosen.kernel,
-        configuration: plan.chosen.configuration.clone(),
-        reason: plan.chosen.reason.clone(),
-        kernel_time: Duration::from_secs_f64(milliseconds / 1e3),
-        first_result_time,
-        total_time: begun.elapsed(),
-        notes,
     }
 }
 

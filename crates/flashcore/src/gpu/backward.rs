@@ -1,14 +1,14 @@
 //! Gradients over tensors in host memory, on a GPU: the tensors are copied to the device, and the
 //! gradients back.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cuda::Buffer;
 
-use super::backend::{look_for_changes, report};
+use super::backend::look_for_changes;
 use super::tensors::{DeviceTensor, Gradients as DeviceGradients, Tensors};
 use super::{AttentionPlan, DeviceLists, GpuBackend, GpuError, GuardedBuffer};
-use crate::backend::RunOptions;
+use crate::backend::{Report, RunOptions};
 use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::plan::Plan;
@@ -47,7 +47,8 @@ impl GpuBackend {
             operands.look_for_trespasses(self, backward)?;
         }
         let [query, key, value] = results;
-        let report = report(plan, milliseconds, first_result_time, begun, Vec::new());
+        let kernel_time = Duration::from_secs_f64(milliseconds / 1e3);
+        let report = Report::of(plan, begun, kernel_time, first_result_time, Vec::new());
         Ok(Gradients { query, key, value, sinks, report })
     }
 }
