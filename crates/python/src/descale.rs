@@ -1,7 +1,7 @@
 //! Descale factors of 8-bit tensors, checked against the tensors that they scale.
 
 use flashcore::{DType, Descale};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::view::{Element, Form, Memory, Place, View};
@@ -31,12 +31,7 @@ impl Factors {
     pub(crate) fn read(&self, name: &str, memory: &Memory) -> PyResult<(Descale, View)> {
         let Factors { sequences, keys: [count, rows, heads], packed, tokens, place, .. } = *self;
         memory.on(name, place, self.first)?;
-        if memory.element != Element::Float(DType::F32) {
-            let given = memory.element;
-            return Err(PyTypeError::new_err(format!(
-                "{name} has element type {given}, expected float32"
-            )));
-        }
+        memory.of_type(name, Element::F32, "float32")?;
         let per_head = |strides: [i64; 3]| (Descale::PerHead, [sequences, 1, heads], strides);
         let (descale, [a, b, c], [x, y, z]) = match (memory.sizes(), memory.strides()) {
             ([] | [1], _) => per_head([0; 3]),
@@ -62,13 +57,9 @@ impl Factors {
                 )));
             }
         };
-        if [x, y, z].iter().any(|stride| *stride < 0) {
-            return Err(PyValueError::new_err(format!(
-                "{name} has a negative stride, expected none: copy it"
-            )));
-        }
         let (sizes, strides) = ([a, b, c, 1], [x, y, z, 1]);
         let form = Form { sizes, strides, dtype: DType::F32, place };
+        form.usable_strides(name)?;
         Ok((descale, View { address: memory.address, form }))
     }
 }

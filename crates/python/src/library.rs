@@ -267,9 +267,9 @@ impl<'py> Library<'py> {
     pub(crate) fn finish(&self, py: Python<'py>, stream: &Stream) -> PyResult<()> {
         match &self.kind {
             Kind::Torch { .. } => Ok(()),
-            Kind::Arrays { .. } => py
-                .detach(|| stream.synchronize())
-                .map_err(|error| error::library(error.into())),
+            Kind::Arrays { .. } => {
+                py.detach(|| stream.synchronize()).map_err(|error| error::library(error.into()))
+            }
         }
     }
 
