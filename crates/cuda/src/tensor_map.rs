@@ -1,6 +1,5 @@
 //! Tensor maps: descriptions of tensors for the copy engine (TMA).
 
-
 use cudarc::driver::sys;
 use ptx::{Element, Swizzle, TensorBox};
 

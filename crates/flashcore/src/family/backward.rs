@@ -164,7 +164,7 @@ pub(super) fn launch(
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
         .filter(|blocks| *blocks < 1 << 31)
-        .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
+        .ok_or("the number of key blocks is too large for the GPU kernel")?;
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];

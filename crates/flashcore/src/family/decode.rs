@@ -8,7 +8,7 @@ use ptx::Capability;
 
 use super::schedule::key_rows;
 use super::{
-    Asked, Choice, Contents, Family, MOST_POSITIONS, check_head_dims, check_positions,
+    Asked, Choice, Contents, Family, MOST_POSITIONS, UNTUNED, check_head_dims, check_positions,
     narrow_cache, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
@@ -75,8 +75,7 @@ impl Family for Decode {
                         bits depend on the queries of a call"
                 .to_owned());
         }
-        let tuned = tuned(chip.target, &workload)
-            .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let tuned = tuned(chip.target, &workload).ok_or(UNTUNED)?;
         arrangement.check_copies(problem)?;
         launch(chip, problem, tuned.configuration, None, tuned.reason.to_owned())
     }

@@ -11,7 +11,7 @@ use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
 use super::{
-    Asked, Choice, Contents, Counts, Family, Finding, Tiling, block_mask,
+    Asked, Choice, Contents, Counts, Family, Finding, Tiling, UNTUNED, block_mask,
     check_equal_lengths, check_head_dims, check_scale, effective_window, mask_kind,
     tensor_core_element,
 };
@@ -32,8 +32,7 @@ impl Family for Forward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        let rules =
-            tuned(&workload).ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let rules = tuned(&workload).ok_or(UNTUNED)?;
         let chosen = Tunings::of_this_process().choose(chip, &workload, rules);
         arrangement.check_copies(problem)?;
         for tensor in TENSORS {

@@ -10,10 +10,10 @@ use ptx::{Capability, Element};
 
 use super::forward::equal_lengths_workload;
 use super::schedule::{Schedule, ragged_workload};
-use super::{Asked, Choice, Contents, Counts, Family, Tiling, block_mask, window_kind};
+use super::{Asked, Choice, Contents, Counts, Family, Tiling, UNTUNED, block_mask, window_kind};
 use crate::chip::Chip;
-use crate::plan::rows::Rows;
 use crate::plan::Launch;
+use crate::plan::rows::Rows;
 use crate::problem::Problem;
 
 /// The `mma` family, by the type of its accumulators: `F32`, or within a key block `F16`. The
@@ -52,10 +52,9 @@ impl Family for Mma {
         }
         arrangement.check_copies(problem)?;
         Rows::check_offsets(problem, arrangement)?;
-        let untuned = || "no configuration is tuned for it".to_owned();
         if problem.has_equal_lengths() {
             let workload = equal_lengths_workload(chip, problem)?;
-            let tuned = tuned(target, &workload, self.sums).ok_or_else(untuned)?;
+            let tuned = tuned(target, &workload, self.sums).ok_or(UNTUNED)?;
             let reason = tuned.reason.to_owned();
             return launch(chip, problem, tuned.configuration, tuned.splits, reason);
         }
@@ -65,7 +64,7 @@ impl Family for Mma {
             false => Batch::Ragged,
         };
         let workload = ragged_workload(chip, problem)?;
-        let tuned = tuned_batch(target, &workload, self.sums, batch).ok_or_else(untuned)?;
+        let tuned = tuned_batch(target, &workload, self.sums, batch).ok_or(UNTUNED)?;
         launch_ragged(chip, problem, tuned.configuration, tuned.reason.to_owned())
     }
 }

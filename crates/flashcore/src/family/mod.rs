@@ -485,6 +485,9 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     }
 }
 
+/// Why a family refuses what it could serve otherwise.
+const UNTUNED: &str = "no configuration is tuned for it";
+
 /// The most positions of a sequence.
 const MOST_POSITIONS: usize = Window::OPEN as usize;
 

@@ -8,8 +8,7 @@ use kernels::{Configuration, Sequencer};
 use ptx::{Element, Target};
 
 use super::{
-    Choice, Contents, Tiling, check_positions, check_scale, tensor_core_element,
-    window_kind,
+    Choice, Contents, Tiling, check_positions, check_scale, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
 use crate::plan::Launch;

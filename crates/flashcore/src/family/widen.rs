@@ -10,8 +10,8 @@ use kernels::{Configuration, Widen as Kernel};
 use ptx::Element;
 
 use super::{
-    Asked, Choice, Contents, Family, check_head_dims, check_positions, forward, mma,
-    narrow_cache, prefill,
+    Asked, Choice, Contents, Family, check_head_dims, check_positions, forward, mma, narrow_cache,
+    prefill,
 };
 use crate::chip::Chip;
 use crate::plan::{Launch, widened};

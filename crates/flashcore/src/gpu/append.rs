@@ -14,7 +14,7 @@ use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
 use crate::family::{Choice, check_positions, narrow_cache};
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
-use crate::problem::{Descale, Descales, MOST_HEAD_DIM, Mask, Problem};
+use crate::problem::{Descale, MOST_HEAD_DIM, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
@@ -457,16 +457,7 @@ fn bind_append(
         let batch = if packed { 0 } else { strides[index].batch };
         Some(axis_of(Strides { batch, ..strides[index] }, axis))
     };
-    let nothing = Arrangement {
-        query: Strides::default(),
-        key: Strides::default(),
-        value: Strides::default(),
-        output: Strides::default(),
-        gradients: None,
-        descales: Descales::default(),
-        aligned: true,
-    };
-    bind_with(launch, declared, &problem.cache, &nothing, &others)
+    bind_with(launch, declared, &problem.cache, &Arrangement::default(), &others)
 }
 
 impl Kept for AppendPlan {
@@ -502,7 +493,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::Storage;
+    use crate::problem::{Descales, Storage};
 
     /// Packed rows are counted once, and not for each sequence; each sequence has a warp.
     #[test]

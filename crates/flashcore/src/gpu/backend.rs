@@ -16,7 +16,7 @@ use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, GPU, Plan, candidates};
 use crate::problem::Problem;
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::Tensor;
 
 /// The back end on an NVIDIA GPU.
 #[derive(Debug)]
@@ -184,14 +184,12 @@ impl Operands {
         let value = gpu.upload(inputs.value.bytes())?;
         let output = GuardedBuffer::new(gpu, result.bytes().len())?;
         let lse = GuardedBuffer::new(gpu, lse_bytes)?;
-        let tensor =
-            |address, of: TensorView<'_>| DeviceTensor { address, strides: of.layout().strides() };
         let mut tensors = Tensors::new(
             [
-                tensor(query.address(), inputs.query),
-                tensor(key.address(), inputs.key),
-                tensor(value.address(), inputs.value),
-                tensor(output.address(), result.view()),
+                DeviceTensor::like(query.address(), inputs.query),
+                DeviceTensor::like(key.address(), inputs.key),
+                DeviceTensor::like(value.address(), inputs.value),
+                DeviceTensor::like(output.address(), result.view()),
             ],
             Some(lse.address()),
         );

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::plan::Plan;
 use crate::problem::Problem;
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::Tensor;
 
 impl GpuBackend {
     /// Computes the gradients of a problem with the kernel that a plan chose.
@@ -102,20 +102,16 @@ impl Operands {
         let results = [query_gradient?, key_gradient?, value_gradient?];
         let sinks = problem.scores.sinks.then(|| GuardedBuffer::new(gpu, 4 * problem.query_heads));
         let sinks = sinks.transpose()?;
-        let at = |address, like: TensorView<'_>| DeviceTensor {
-            address,
-            strides: like.layout().strides(),
-        };
-        let of = |index: usize, like| at(given[index].address(), like);
+        let of = |index: usize, like| DeviceTensor::like(given[index].address(), like);
         let mut tensors = Tensors::new(
             [of(0, inputs.query), of(1, inputs.key), of(2, inputs.value), of(3, backward.output)],
             Some(given[5].address()),
         );
         tensors.gradients = Some(DeviceGradients {
             output: of(4, backward.output_gradient),
-            query: at(results[0].address(), query.view()),
-            key: at(results[1].address(), key.view()),
-            value: at(results[2].address(), value.view()),
+            query: DeviceTensor::like(results[0].address(), query.view()),
+            key: DeviceTensor::like(results[1].address(), key.view()),
+            value: DeviceTensor::like(results[2].address(), value.view()),
             sinks: sinks.as_ref().map(GuardedBuffer::address),
             lse: given.get(6).map(Buffer::address),
         });

@@ -232,28 +232,6 @@ impl Drop for Gpu {
     }
 }
 
-impl DeviceTensor {
-    /// Refuses an address or strides that are not a multiple of `bytes`.
-    fn aligned(&self, tensor: &'static str, element: usize, bytes: usize) -> Result<(), GpuError> {
-        let DeviceTensor { address, strides } = self;
-        let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });
-        if address.0 == 0 || !address.0.is_multiple_of(bytes as u64) {
-            return refuse(format!("its address {address} is not a multiple of {bytes}"));
-        }
-        for (name, stride) in
-            [("batch", strides.batch), ("length", strides.length), ("heads", strides.heads)]
-        {
-            let given = stride.saturating_mul(element);
-            if !given.is_multiple_of(bytes) {
-                return refuse(format!(
-                    "its {name} stride of {given} bytes is not a multiple of {bytes}"
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -75,8 +75,7 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         let mut old = Vec::new();
         if plans.len() >= MOST || bytes > MOST_BYTES {
             // A plan that somebody holds may be captured at any moment.
-            let unused =
-                |plan: &Arc<P>| Arc::strong_count(plan) == 1 && !plan.is_captured();
+            let unused = |plan: &Arc<P>| Arc::strong_count(plan) == 1 && !plan.is_captured();
             let mut ages: Vec<(u64, K)> = plans
                 .iter()
                 .filter(|(_, entry)| unused(&entry.plan))
