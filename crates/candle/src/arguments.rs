@@ -240,15 +240,8 @@ pub(crate) fn factors_of(
     device: &Device,
 ) -> Result<(Descale, Tensor, flashcore::Layout)> {
     let Shape { batch, length, heads, .. } = keys;
-    if factors.dtype() != DType::F32 {
-        return Err(refusal(name, format!("has dtype {:?}", factors.dtype()), "F32"));
-    }
-    check_detached(name, factors)?;
-    let (given, expected) = (factors.device().location(), device.location());
-    if given != expected {
-        let expected = format!("{expected:?} like the query");
-        return Err(refusal(name, format!("is on {given:?}"), expected));
-    }
+    check_single(name, factors)?;
+    check_location(name, factors, device, " like the query")?;
     let per_head = |batch, of_heads| {
         let strides = Strides { batch, length: 0, heads: of_heads };
         (Descale::PerHead, Shape::new(sequences, 1, heads, 1), strides)
@@ -295,27 +288,41 @@ pub(crate) fn check_device(
     (name, tensor): (&str, &Tensor),
     (like, other): (&str, &Tensor),
 ) -> Result<()> {
-    // As in candle, two handles of one GPU count as one device.
-    let (given, expected) = (tensor.device().location(), other.device().location());
-    if given != expected {
-        let expected = format!("{expected:?} like the {like}");
-        return Err(refusal(name, format!("is on {given:?}"), expected));
-    }
-    Ok(())
+    check_location(name, tensor, other.device(), &format!(" like the {like}"))
 }
 
-/// Refuses f32 tensors of another type or shape, and those whose gradient would be lost.
+/// Refuses a tensor that is not on a device, of which `like` says whose it is.
+pub(crate) fn check_location(
+    name: &str,
+    tensor: &Tensor,
+    device: &Device,
+    like: &str,
+) -> Result<()> {
+    // As in candle, two handles of one GPU count as one device.
+    let (given, expected) = (tensor.device().location(), device.location());
+    match given == expected {
+        true => Ok(()),
+        false => Err(refusal(name, format!("is on {given:?}"), format!("{expected:?}{like}"))),
+    }
+}
+
+/// Like [`check_single`], and refuses another shape, gaps, and another device.
 pub(crate) fn check_numbers(
     name: &str,
     tensor: &Tensor,
     shape: &[usize],
     device: &Device,
 ) -> Result<()> {
-    if tensor.dtype() != DType::F32 {
-        return Err(refusal(name, format!("has dtype {:?}", tensor.dtype()), "F32"));
-    }
-    check_detached(name, tensor)?;
+    check_single(name, tensor)?;
     check_place(name, tensor, shape, device)
+}
+
+/// Refuses other numbers than f32, and those whose gradient would be lost.
+fn check_single(name: &str, tensor: &Tensor) -> Result<()> {
+    match tensor.dtype() {
+        DType::F32 => check_detached(name, tensor),
+        other => Err(refusal(name, format!("has dtype {other:?}"), "F32")),
+    }
 }
 
 pub(crate) fn check_detached(name: &str, tensor: &Tensor) -> Result<()> {
