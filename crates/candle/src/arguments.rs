@@ -239,32 +239,17 @@ pub(crate) fn factors_of(
     packed: bool,
     device: &Device,
 ) -> Result<(Descale, Tensor, flashcore::Layout)> {
-    let Shape { batch, length, heads, .. } = keys;
     check_single(name, factors)?;
     check_location(name, factors, device, " like the query")?;
-    let per_head = |batch, of_heads| {
-        let strides = Strides { batch, length: 0, heads: of_heads };
-        (Descale::PerHead, Shape::new(sequences, 1, heads, 1), strides)
-    };
-    let (descale, shape, strides) = match (factors.dims(), factors.stride()) {
-        ([] | [1], _) => per_head(0, 0),
-        (&[all], &[step]) if all == heads => per_head(0, step),
-        (&[each, all], &[by, step]) if [each, all] == [sequences, heads] => per_head(by, step),
-        (&[rows, all], &[by, step]) if packed && [rows, all] == [length, heads] => {
-            let strides = Strides { batch: 0, length: by, heads: step };
-            (Descale::PerToken, Shape::new(1, rows, all, 1), strides)
-        }
-        (&[a, b, c], &[x, y, z]) if !packed && [a, b, c] == [batch, length, heads] => {
-            let strides = Strides { batch: x, length: y, heads: z };
-            (Descale::PerToken, Shape::new(a, b, c, 1), strides)
-        }
-        (given, _) => {
-            let expected = format!(
-                "[], [{heads}], [{sequences}, {heads}], or the keys' shape without its last dimension"
-            );
-            return Err(refusal(name, format!("has shape {given:?}"), expected));
-        }
-    };
+    let given = (factors.dims(), factors.stride());
+    let found = Descale::of_factors(given, sequences, keys, packed);
+    let (descale, shape, strides) = found.ok_or_else(|| {
+        let heads = keys.heads;
+        let expected = format!(
+            "[], [{heads}], [{sequences}, {heads}], or the keys' shape without its last dimension"
+        );
+        refusal(name, format!("has shape {:?}", factors.dims()), expected)
+    })?;
     let layout = flashcore::Layout::strided(shape, strides).map_err(wrap)?;
     Ok((descale, factors.clone(), layout))
 }

@@ -189,7 +189,7 @@ impl AppendProblem {
 
 /// The tensors and lists of one append, on the device. Lists hold one 32-bit number per sequence,
 /// lists of starts one more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct AppendTensors {
     /// New keys, (sequences, new tokens, key heads, dim), or packed into one batch entry.
     pub new_key: DeviceTensor,
@@ -266,22 +266,7 @@ const TENSORS: [Tensor; 8] = [
 impl AppendTensors {
     /// Takes tensors, without any list.
     pub fn new([new_key, new_value, key, value]: [DeviceTensor; 4]) -> Self {
-        AppendTensors {
-            new_key,
-            new_value,
-            key,
-            value,
-            key_lengths: None,
-            lengths_after: None,
-            new_starts: None,
-            new_lengths: None,
-            batch_index: None,
-            block_table: None,
-            key_descale: None,
-            value_descale: None,
-            rotary: None,
-            queries: None,
-        }
+        AppendTensors { new_key, new_value, key, value, ..AppendTensors::default() }
     }
 
     /// Returns a tensor. Tensors that the call does not have are replaced by the new keys: their

@@ -12,7 +12,7 @@ use crate::problem::{Descale, Descales, Pass, Problem, Storage};
 use crate::tensor::{Layout, Strides, TensorError, TensorView};
 
 /// A tensor on the device, logically (batch, length, heads, dim). The last dimension is contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct DeviceTensor {
     /// Address of its first element.
     pub address: DeviceAddress,
