@@ -239,39 +239,17 @@ pub(crate) fn factors_of(
     packed: bool,
     device: &Device,
 ) -> Result<(Descale, Tensor, flashcore::Layout)> {
-    let Shape { batch, length, heads, .. } = keys;
-    if factors.dtype() != DType::F32 {
-        return Err(refusal(name, format!("has dtype {:?}", factors.dtype()), "F32"));
-    }
-    check_detached(name, factors)?;
-    let (given, expected) = (factors.device().location(), device.location());
-    if given != expected {
-        let expected = format!("{expected:?} like the query");
-        return Err(refusal(name, format!("is on {given:?}"), expected));
-    }
-    let per_head = |batch, of_heads| {
-        let strides = Strides { batch, length: 0, heads: of_heads };
-        (Descale::PerHead, Shape::new(sequences, 1, heads, 1), strides)
-    };
-    let (descale, shape, strides) = match (factors.dims(), factors.stride()) {
-        ([] | [1], _) => per_head(0, 0),
-        (&[all], &[step]) if all == heads => per_head(0, step),
-        (&[each, all], &[by, step]) if [each, all] == [sequences, heads] => per_head(by, step),
-        (&[rows, all], &[by, step]) if packed && [rows, all] == [length, heads] => {
-            let strides = Strides { batch: 0, length: by, heads: step };
-            (Descale::PerToken, Shape::new(1, rows, all, 1), strides)
-        }
-        (&[a, b, c], &[x, y, z]) if !packed && [a, b, c] == [batch, length, heads] => {
-            let strides = Strides { batch: x, length: y, heads: z };
-            (Descale::PerToken, Shape::new(a, b, c, 1), strides)
-        }
-        (given, _) => {
-            let expected = format!(
-                "[], [{heads}], [{sequences}, {heads}], or the keys' shape without its last dimension"
-            );
-            return Err(refusal(name, format!("has shape {given:?}"), expected));
-        }
-    };
+    check_single(name, factors)?;
+    check_location(name, factors, device, " like the query")?;
+    let given = (factors.dims(), factors.stride());
+    let found = Descale::of_factors(given, sequences, keys, packed);
+    let (descale, shape, strides) = found.ok_or_else(|| {
+        let heads = keys.heads;
+        let expected = format!(
+            "[], [{heads}], [{sequences}, {heads}], or the keys' shape without its last dimension"
+        );
+        refusal(name, format!("has shape {:?}", factors.dims()), expected)
+    })?;
     let layout = flashcore::Layout::strided(shape, strides).map_err(wrap)?;
     Ok((descale, factors.clone(), layout))
 }
@@ -295,27 +273,41 @@ pub(crate) fn check_device(
     (name, tensor): (&str, &Tensor),
     (like, other): (&str, &Tensor),
 ) -> Result<()> {
-    // As in candle, two handles of one GPU count as one device.
-    let (given, expected) = (tensor.device().location(), other.device().location());
-    if given != expected {
-        let expected = format!("{expected:?} like the {like}");
-        return Err(refusal(name, format!("is on {given:?}"), expected));
-    }
-    Ok(())
+    check_location(name, tensor, other.device(), &format!(" like the {like}"))
 }
 
-/// Refuses f32 tensors of another type or shape, and those whose gradient would be lost.
+/// Refuses a tensor that is not on a device, of which `like` says whose it is.
+pub(crate) fn check_location(
+    name: &str,
+    tensor: &Tensor,
+    device: &Device,
+    like: &str,
+) -> Result<()> {
+    // As in candle, two handles of one GPU count as one device.
+    let (given, expected) = (tensor.device().location(), device.location());
+    match given == expected {
+        true => Ok(()),
+        false => Err(refusal(name, format!("is on {given:?}"), format!("{expected:?}{like}"))),
+    }
+}
+
+/// Like [`check_single`], and refuses another shape, gaps, and another device.
 pub(crate) fn check_numbers(
     name: &str,
     tensor: &Tensor,
     shape: &[usize],
     device: &Device,
 ) -> Result<()> {
-    if tensor.dtype() != DType::F32 {
-        return Err(refusal(name, format!("has dtype {:?}", tensor.dtype()), "F32"));
-    }
-    check_detached(name, tensor)?;
+    check_single(name, tensor)?;
     check_place(name, tensor, shape, device)
+}
+
+/// Refuses other numbers than f32, and those whose gradient would be lost.
+fn check_single(name: &str, tensor: &Tensor) -> Result<()> {
+    match tensor.dtype() {
+        DType::F32 => check_detached(name, tensor),
+        other => Err(refusal(name, format!("has dtype {other:?}"), "F32")),
+    }
 }
 
 pub(crate) fn check_detached(name: &str, tensor: &Tensor) -> Result<()> {

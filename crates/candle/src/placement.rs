@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use flashcore::serving::{self, Pages};
 use flashcore::{Shape, Storage};
 
-use crate::arguments::refusal;
+use crate::arguments::{check_location, refusal};
 use crate::wrap;
 
 /// How long each sequence is and where its rows are in a tensor.
@@ -255,11 +255,7 @@ pub(crate) fn check_place(
         let expected = "no gaps: call `contiguous` on it";
         return Err(refusal(name, format!("has strides {:?}", tensor.stride()), expected));
     }
-    let (given, expected) = (tensor.device().location(), device.location());
-    if given != expected {
-        return Err(refusal(name, format!("is on {given:?}"), format!("{expected:?}")));
-    }
-    Ok(())
+    check_location(name, tensor, device, "")
 }
 
 /// Reads the numbers of a list that is on the host.

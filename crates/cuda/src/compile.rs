@@ -40,21 +40,18 @@ impl Device {
     pub fn compile(&self, ptx: &str) -> Result<Cubin> {
         let start = Instant::now();
         let text = CString::new(ptx).map_err(|_| Error::Nul { what: "the PTX text" })?;
-        let Some(compiler) = PtxCompiler::get() else {
-            let log = "the driver compiles when the module is loaded".to_owned();
-            let bytes = text.into_bytes_with_nul();
-            return Ok(Cubin {
-                bytes,
-                log,
-                milliseconds: 0.0,
-                cached: false,
-                warnings: Vec::new(),
-            });
+        let (bytes, log) = match PtxCompiler::get() {
+            Some(compiler) => compiler.compile(&text, self.info().compute_capability)?,
+            None => {
+                let log = "the driver compiles when the module is loaded".to_owned();
+                (text.into_bytes_with_nul(), log)
+            }
         };
-        let (bytes, log) = compiler.compile(&text, self.info().compute_capability)?;
-        let milliseconds = start.elapsed().as_secs_f64() * 1e3;
-        tracing::debug!(milliseconds, bytes = bytes.len(), "compiled PTX");
-        Ok(Cubin { bytes, log, milliseconds, cached: false, warnings: Vec::new() })
+        let entry = CacheEntry { bytes, cached: false, warnings: Vec::new() };
+        let cubin = Cubin::of(entry, log, start);
+        let (milliseconds, bytes) = (cubin.milliseconds, cubin.bytes.len());
+        tracing::debug!(milliseconds, bytes, "compiled PTX");
+        Ok(cubin)
     }
 
     /// Takes the cubin of a PTX text from the cache, or compiles it and stores it there. Failures

@@ -225,9 +225,9 @@ impl Device {
         let mut current = std::ptr::null_mut();
         // SAFETY: the driver is initialised, since there is a device.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
-        if current.is_null() {
-            // No other context is displaced, so ours may stay current: the next call finds it
-            // there.
+        if current.is_null() && self.ordinal() == 0 {
+            // To the CUDA runtime a thread without a context is on device 0. So the context may stay
+            // current, where the next call finds it.
             // SAFETY: as below.
             let result = unsafe { sys::cuCtxSetCurrent(self.shared.context) };
             check("cuCtxSetCurrent", result)?;
@@ -261,7 +261,7 @@ impl Eq for Device {}
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device").field("info", self.info()).finish_non_exhaustive()
+        write!(f, "Device({})", self.ordinal())
     }
 }
 

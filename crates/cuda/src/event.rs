@@ -1,6 +1,5 @@
 //! Events: points in a stream to wait for, and to measure the time between.
 
-use std::fmt;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys;
@@ -9,6 +8,7 @@ use crate::error::{check, code, number};
 use crate::{Device, Result, Stream};
 
 /// A point in a stream, with the time at which the device reached it.
+#[derive(Debug)]
 pub struct Event {
     device: Device,
     handle: sys::CUevent,
@@ -83,14 +83,5 @@ impl Drop for Event {
         // SAFETY: made in `new` and destroyed once; the driver keeps what it
         // needs of an event that is still on a stream.
         let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
-    }
-}
-
-impl fmt::Debug for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Event")
-            .field("device", &self.device.ordinal())
-            .field("handle", &self.handle)
-            .finish()
     }
 }

@@ -2,13 +2,18 @@
 //!
 //! When a process exits, its libraries are torn down while its threads still run. A thread that is
 //! compiling then uses memory that is gone, and the process crashes after all its work is done.
+//!
+//! A process that was forked has none of these threads, and does not wait for them.
 
 use std::ffi::c_int;
-use std::sync::{Condvar, Mutex, Once, PoisonError};
+use std::process;
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
 /// Number of threads with such work.
 static WORKING: Mutex<usize> = Mutex::new(0);
 static FINISHED: Condvar = Condvar::new();
+/// The process whose exit waits.
+static WAITING: OnceLock<u32> = OnceLock::new();
 
 /// Work on a background thread, from the creation of this guard until it is dropped.
 #[derive(Debug)]
@@ -25,11 +30,11 @@ impl Unfinished {
     /// that the work needs are loaded and have been used: exit handlers run in reverse order of
     /// registration.
     pub fn finish_before_exit() {
-        static REGISTER: Once = Once::new();
-        REGISTER.call_once(|| {
+        WAITING.get_or_init(|| {
             // SAFETY: the function is alive as long as the process. If there is no room for it, the
             // process ends as it would have ended without.
             unsafe { atexit(finish) };
+            process::id()
         });
     }
 }
@@ -47,6 +52,9 @@ unsafe extern "C" {
 }
 
 extern "C" fn finish() {
+    if WAITING.get() != Some(&process::id()) {
+        return;
+    }
     let mut working = WORKING.lock().unwrap_or_else(PoisonError::into_inner);
     while *working > 0 {
         working = FINISHED.wait(working).unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,6 @@
 //! CUDA graphs: work that is captured once and launched many times as a whole.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::null_mut;
 
@@ -13,6 +12,7 @@ use crate::{Device, Driver, Error, Result, Stream};
 /// A captured graph.
 ///
 /// It does not keep the memory that its kernels use alive: buffers must outlive the last launch.
+#[derive(Debug)]
 pub struct Graph {
     device: Device,
     handle: sys::CUgraph,
@@ -42,9 +42,9 @@ impl Stream {
 #[derive(Debug)]
 pub struct Recording<'stream> {
     id: u64,
+    /// Lives as long as the capture.
     graph: sys::CUgraph,
-    /// The graph lives as long as the capture.
-    stream: PhantomData<&'stream Stream>,
+    stream: &'stream Stream,
 }
 
 impl Stream {
@@ -70,7 +70,7 @@ impl Stream {
         };
         check("cuStreamGetCaptureInfo", result)?;
         let active = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
-        Ok(active.then_some(Recording { id, graph, stream: PhantomData }))
+        Ok(active.then_some(Recording { id, graph, stream: self }))
     }
 }
 
@@ -88,6 +88,7 @@ impl Recording<'_> {
             // SAFETY: the pointer is the one below, and the driver gives it once.
             drop(unsafe { Box::from_raw(thing.cast::<T>()) });
         }
+        let _bound = self.stream.device().bind()?;
         let thing = Box::into_raw(Box::new(thing)).cast::<c_void>();
         let mut object = null_mut();
         let unordered = sys::CUuserObject_flags_enum::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
@@ -102,7 +103,10 @@ impl Recording<'_> {
         let moved = sys::CUuserObjectRetain_flags_enum::CU_GRAPH_USER_OBJECT_MOVE as u32;
         // SAFETY: the graph of a capture under way; the one reference to the object becomes its.
         let result = unsafe { sys::cuGraphRetainUserObject(self.graph, object, 1, moved) };
-        check("cuGraphRetainUserObject", result)
+        check("cuGraphRetainUserObject", result).inspect_err(|_| {
+            // SAFETY: the reference is still ours, and `take` is called.
+            let _ = unsafe { sys::cuUserObjectRelease(object, 1) };
+        })
     }
 }
 
@@ -210,13 +214,8 @@ impl Drop for Graph {
     }
 }
 
-impl fmt::Debug for Graph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Graph").field("device", &self.device.ordinal()).finish_non_exhaustive()
-    }
-}
-
 /// An instantiated graph, which can be launched.
+#[derive(Debug)]
 pub struct ExecutableGraph {
     device: Device,
     handle: sys::CUgraphExec,
@@ -246,13 +245,5 @@ impl Drop for ExecutableGraph {
         // SAFETY: made in `instantiate` and destroyed once; the driver waits
         // for a launch that still runs.
         let _ = unsafe { sys::cuGraphExecDestroy(self.handle) };
-    }
-}
-
-impl fmt::Debug for ExecutableGraph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExecutableGraph")
-            .field("device", &self.device.ordinal())
-            .finish_non_exhaustive()
     }
 }

@@ -98,9 +98,12 @@ impl Argument {
     }
 }
 
-/// Maximum number of arguments of a launch. CUDA's own limit is in bytes, 4 KiB on every device;
-/// this one keeps launches off the heap.
+/// Maximum number of arguments of a launch. CUDA's own limit is in bytes; this one keeps launches off
+/// the heap.
 pub const MAX_ARGUMENTS: usize = 96;
+
+/// CUDA's limit since 12.1 for all parameters of a kernel; before, it was 4096.
+const MAX_PARAMETER_BYTES: usize = 32764;
 
 /// The arguments of a kernel, in order.
 ///
@@ -251,9 +254,9 @@ fn nothing() -> [*mut c_void; MAX_ARGUMENTS] {
 
 /// Zeros for parameters that were not declared: as large as all parameters of a kernel may be.
 #[repr(align(128))]
-struct Nothing(#[allow(dead_code)] [u8; 4096]); // read by the driver
+struct Nothing(#[allow(dead_code)] [u8; MAX_PARAMETER_BYTES]); // read by the driver
 
-static NOTHING: Nothing = Nothing([0; 4096]);
+static NOTHING: Nothing = Nothing([0; MAX_PARAMETER_BYTES]);
 
 /// Returns an argument other than a tensor map, in the first bytes of a word.
 fn word(argument: &Argument) -> u64 {

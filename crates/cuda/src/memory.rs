@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use half::{bf16, f16};
 
 use crate::error::{check, code, number};
-use crate::{Device, Error, Result, Stream};
+use crate::{Device, Error, RelaxedCapture, Result, Stream};
 
 /// An address in device memory.
 ///
@@ -34,7 +34,8 @@ impl fmt::Display for DeviceAddress {
 /// Owned device memory, freed when dropped.
 ///
 /// The driver waits for the device before it frees memory, so a buffer may be dropped while a
-/// kernel that uses it still runs.
+/// kernel that uses it still runs. It may also be dropped while a stream is being captured.
+#[derive(Debug)]
 pub struct Buffer {
     device: Device,
     address: DeviceAddress,
@@ -100,19 +101,12 @@ impl Drop for Buffer {
         let Ok(_bound) = self.device.bind() else {
             return;
         };
+        // Otherwise memory would not be freed while a stream is captured in the global mode, by any
+        // thread, and the capture would be lost.
+        let _relaxed = RelaxedCapture::begin();
         // SAFETY: allocated in `new` on this context and freed once. An error
         // can only be that of an earlier kernel, which its own stream reports.
         let _ = unsafe { sys::cuMemFree_v2(self.address.0) };
-    }
-}
-
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer")
-            .field("device", &self.device.ordinal())
-            .field("address", &format_args!("{}", self.address))
-            .field("bytes", &self.bytes)
-            .finish()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Modules and the kernels in them.
 
 use std::ffi::{CString, c_void};
-use std::fmt;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,7 +15,7 @@ use crate::{Device, Driver, DriverVersion, Error, Parameter, Result};
 /// It stays loaded for as long as the context exists, and is not unloaded with the last clone: a
 /// kernel may still run or be part of a graph that someone else captured, and waiting for the
 /// device would invalidate a capture on another thread. A cubin takes some ten kilobytes.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Module {
     device: Device,
     handle: sys::CUmodule,
@@ -86,12 +85,6 @@ impl Module {
     }
 }
 
-impl fmt::Debug for Module {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Module").field("device", &self.device().ordinal()).finish_non_exhaustive()
-    }
-}
-
 /// Returns the size of a 64-bit little-endian ELF file according to its header.
 fn elf_bytes(file: &[u8]) -> Option<u64> {
     if !file.starts_with(b"\x7fELF\x02\x01") {
@@ -114,11 +107,12 @@ fn is_ptx(image: &[u8]) -> bool {
 }
 
 /// A kernel. Cheap to clone.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Function {
     pub(crate) shared: Arc<SharedFunction>,
 }
 
+#[derive(Debug)]
 pub(crate) struct SharedFunction {
     device: Device,
     pub(crate) handle: sys::CUfunction,
@@ -219,16 +213,6 @@ impl Function {
 
     pub(crate) fn launch_error(&self, reason: String) -> Error {
         Error::Launch { function: self.name().to_owned(), reason }
-    }
-}
-
-impl fmt::Debug for Function {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Function")
-            .field("name", &self.name())
-            .field("parameters", &self.parameters())
-            .field("attributes", &self.attributes())
-            .finish_non_exhaustive()
     }
 }
 

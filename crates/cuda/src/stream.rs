@@ -1,6 +1,5 @@
 //! Streams: queues of work on a device, owned or borrowed.
 
-use std::fmt;
 use std::ptr::null_mut;
 use std::thread::{self, ThreadId};
 
@@ -10,6 +9,7 @@ use crate::error::check;
 use crate::{Device, Event, Result};
 
 /// A queue of work on a device. Work on one stream runs in order.
+#[derive(Debug)]
 pub struct Stream {
     device: Device,
     handle: sys::CUstream,
@@ -102,15 +102,5 @@ impl Drop for Stream {
         // SAFETY: made in `new` and destroyed once; the driver finishes the
         // stream's work first.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.handle) };
-    }
-}
-
-impl fmt::Debug for Stream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream")
-            .field("device", &self.device.ordinal())
-            .field("handle", &self.handle)
-            .field("owned", &self.owned)
-            .finish()
     }
 }

@@ -502,6 +502,19 @@ fn a_relaxed_capture_may_allocate() {
     assert!(stream.capture(|_| allocate()).is_err());
 }
 
+/// Whoever drops the last reference to memory need not know of captures.
+#[test]
+fn memory_may_be_freed_during_a_capture() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let before = Buffer::new(&device, 1 << 20).unwrap();
+    let graph = stream.capture::<Error>(|_| {
+        drop(before);
+        Ok(())
+    });
+    graph.unwrap();
+}
+
 #[test]
 fn a_failed_capture_leaves_the_stream_usable() {
     let Some(device) = device() else { return };

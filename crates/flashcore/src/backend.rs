@@ -4,7 +4,7 @@
 //! [`Plan`] chose, so that one test body and one command line serve all of them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Serialize, Serializer};
 
@@ -250,6 +250,27 @@ pub struct Report {
 }
 
 impl Report {
+    /// Returns the report of the kernel that a plan chose, for a call that began at `begun`.
+    pub(crate) fn of(
+        plan: &Plan,
+        begun: Instant,
+        kernel_time: Duration,
+        first_result_time: Duration,
+        notes: Vec<String>,
+    ) -> Self {
+        let Candidate { backend, kernel, configuration, reason, .. } = &plan.chosen;
+        Report {
+            backend,
+            kernel,
+            configuration: configuration.clone(),
+            reason: reason.clone(),
+            kernel_time,
+            first_result_time,
+            total_time: begun.elapsed(),
+            notes,
+        }
+    }
+
     /// Returns the rate of the computation in 10^12 operations per second, by the published count
     /// of operations ([`Problem::flops`]).
     pub fn tflops(&self, problem: &Problem) -> f64 {

@@ -10,8 +10,8 @@ use safetensors::tensor::{Dtype, Metadata, SafeTensorError, TensorInfo};
 use crate::backend::Output;
 use crate::dtype::DType;
 use crate::inputs::InputTensors;
-use crate::problem::{Descales, Problem};
-use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
+use crate::problem::{Descale, Descales, Problem};
+use crate::tensor::{Layout, Shape, Tensor, TensorError};
 
 /// The names of the three inputs in a file; `q`, `k` and `v` by default.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -249,28 +249,20 @@ fn factors(
 ) -> Result<Option<Tensor>, FileError> {
     let Ok(view) = file.tensor(name) else { return Ok(None) };
     let (path, name) = (path.to_owned(), name.to_owned());
-    let per_head = |batch, heads_step| {
-        let shape = Shape::new(of.batch, 1, heads, 1);
-        Layout::strided(shape, Strides { batch, length: 0, heads: heads_step })
+    let Shape { batch, length, .. } = of;
+    let strides = [length.saturating_mul(heads), heads, 1];
+    let found = strides.len().checked_sub(view.shape().len()).and_then(|outer| {
+        let given = (view.shape(), &strides[outer..]);
+        Descale::of_factors(given, batch, Shape { heads, ..of }, false)
+    });
+    let Some((_, shape, strides)) = found.filter(|_| view.dtype() == Dtype::F32) else {
+        let dtype = format!("{:?}", view.dtype()).to_lowercase();
+        let given = format!("{dtype} of shape {:?}", view.shape());
+        let expected = format!("[], [{heads}], [{batch}, {heads}] or [{batch}, {length}, {heads}]");
+        return Err(FileError::Factors { path, name, given, expected });
     };
-    let shape = if view.dtype() == Dtype::F32 { view.shape() } else { &[usize::MAX] };
-    let layout = match *shape {
-        [] => per_head(0, 0),
-        [all] if all == heads => per_head(0, 1),
-        [batch, all] if [batch, all] == [of.batch, heads] => per_head(heads, 1),
-        [batch, length, all] if [batch, length, all] == [of.batch, of.length, heads] => {
-            Layout::contiguous(Shape::new(batch, length, all, 1))
-        }
-        _ => {
-            let dtype = format!("{:?}", view.dtype()).to_lowercase();
-            let given = format!("{dtype} of shape {:?}", view.shape());
-            let Shape { batch, length, .. } = of;
-            let expected =
-                format!("[], [{heads}], [{batch}, {heads}] or [{batch}, {length}, {heads}]");
-            return Err(FileError::Factors { path, name, given, expected });
-        }
-    };
-    let tensor = layout.and_then(|layout| Tensor::from_bytes(DType::F32, layout, view.data()));
+    let tensor = Layout::strided(shape, strides)
+        .and_then(|layout| Tensor::from_bytes(DType::F32, layout, view.data()));
     tensor.map(Some).map_err(|source| FileError::Tensor { path, name, source })
 }
 

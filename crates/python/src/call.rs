@@ -170,7 +170,7 @@ fn run<'py>(
         }
     };
     let (sizes, hidden) = request.sums();
-    let lse = || library.make(py, &sizes[hidden..], Element::Float(DType::F32), place);
+    let lse = || library.make(py, &sizes[hidden..], Element::F32, place);
     let lse = with_lse.then(lse).transpose()?;
     let sums = lse.as_ref().map(|lse| lse.address);
     match place {
@@ -184,6 +184,9 @@ fn run<'py>(
             let plan = py.detach(launch)?;
             warn_if_slow(&plan, caller)?;
             info::remember(|| Last::Gpu { ordinal, plan });
+            if out.is_some() {
+                library.finish(py, &stream)?;
+            }
         }
         Place::Host => {
             let report = compute(py, |cancellation| {
@@ -460,7 +463,7 @@ fn merge<'py>(
     let make = || library.make(py, &sizes[hidden..], Element::Float(parts.dtype), place);
     let made = out.is_none().then(make).transpose()?;
     let sums = [batch, heads, length];
-    let lse = library.make(py, &sums[hidden..], Element::Float(DType::F32), place)?;
+    let lse = library.make(py, &sums[hidden..], Element::F32, place)?;
     let output = out.unwrap_or_else(|| {
         let strides = view::contiguous(sizes);
         let form = Form { sizes, strides, dtype: parts.dtype, place };

@@ -1,7 +1,7 @@
 //! Descale factors of 8-bit tensors, checked against the tensors that they scale.
 
-use flashcore::{DType, Descale};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use flashcore::{DType, Descale, Shape, Strides};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::view::{Element, Form, Memory, Place, View};
@@ -31,44 +31,28 @@ impl Factors {
     pub(crate) fn read(&self, name: &str, memory: &Memory) -> PyResult<(Descale, View)> {
         let Factors { sequences, keys: [count, rows, heads], packed, tokens, place, .. } = *self;
         memory.on(name, place, self.first)?;
-        if memory.element != Element::Float(DType::F32) {
-            let given = memory.element;
-            return Err(PyTypeError::new_err(format!(
-                "{name} has element type {given}, expected float32"
-            )));
-        }
-        let per_head = |strides: [i64; 3]| (Descale::PerHead, [sequences, 1, heads], strides);
-        let (descale, [a, b, c], [x, y, z]) = match (memory.sizes(), memory.strides()) {
-            ([] | [1], _) => per_head([0; 3]),
-            (&[all], &[step]) if all == heads => per_head([0, 0, step]),
-            (&[each, all], &[by_sequence, step]) if [each, all] == [sequences, heads] => {
-                per_head([by_sequence, 0, step])
-            }
-            (&[each, all], &[by_row, step]) if tokens && packed && [each, all] == [rows, heads] => {
-                (Descale::PerToken, [1, rows, heads], [0, by_row, step])
-            }
-            (&[a, b, c], &[x, y, z]) if tokens && !packed && [a, b, c] == self.keys => {
-                (Descale::PerToken, [a, b, c], [x, y, z])
-            }
-            (given, _) => {
-                let each = match (tokens, packed) {
-                    (false, _) => String::new(),
-                    (true, true) => format!(", or [{rows}, {heads}] for each token"),
-                    (true, false) => format!(", or [{count}, {rows}, {heads}] for each token"),
-                };
-                return Err(PyValueError::new_err(format!(
-                    "{name} has shape {given:?}, expected [], [{heads}] or [{sequences}, \
-                     {heads}]{each}"
-                )));
-            }
-        };
-        if [x, y, z].iter().any(|stride| *stride < 0) {
+        memory.of_type(name, Element::F32, "float32")?;
+        let [sizes, strides] = [memory.sizes, memory.strides].map(|of| of.map(|it| it as usize));
+        let given = (&sizes[..memory.dimensions], &strides[..memory.dimensions]);
+        let [batch, length, of] = self.keys.map(|size| size as usize);
+        let keys = Shape::new(batch, length, of, 1);
+        let found = Descale::of_factors(given, sequences as usize, keys, packed);
+        let found = found.filter(|(descale, ..)| tokens || *descale == Descale::PerHead);
+        let Some((descale, shape, Strides { batch, length, heads: step })) = found else {
+            let each = match (tokens, packed) {
+                (false, _) => String::new(),
+                (true, true) => format!(", or [{rows}, {heads}] for each token"),
+                (true, false) => format!(", or [{count}, {rows}, {heads}] for each token"),
+            };
             return Err(PyValueError::new_err(format!(
-                "{name} has a negative stride, expected none: copy it"
+                "{name} has shape {:?}, expected [], [{heads}] or [{sequences}, {heads}]{each}",
+                memory.sizes()
             )));
-        }
-        let (sizes, strides) = ([a, b, c, 1], [x, y, z, 1]);
+        };
+        let sizes = <[usize; 4]>::from(shape).map(|size| size as i64);
+        let strides = [batch, length, step, 1].map(|stride| stride as i64);
         let form = Form { sizes, strides, dtype: DType::F32, place };
+        form.usable_strides(name)?;
         Ok((descale, View { address: memory.address, form }))
     }
 }

@@ -9,7 +9,6 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString};
 use std::sync::Mutex;
 
-use flashcore::DType;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -126,7 +125,7 @@ unsafe extern "C" fn answer_heads_first(slots: *mut u64, arguments: u64) -> *con
         let output = request.output_in(&order.turned(&out.read("out")?))?;
         let place = query.place;
         let (sums, _) = request.sums();
-        let lse = torch.make(&sums, &contiguous(sums), Element::Float(DType::F32), place)?;
+        let lse = torch.make(&sums, &contiguous(sums), Element::F32, place)?;
         let sums = lse.address()?;
         launch::attend(&request, &problem, &output, Some(sums), |ordinal| torch.stream(ordinal))?;
         let [state, offset] = [&[2][..], &[]].map(|sizes| torch.make_words(sizes, place));
@@ -410,7 +409,7 @@ impl Ours {
         let (sizes, hidden) = request.sums();
         let strides = contiguous(sizes);
         let sums = || {
-            let float = Element::Float(DType::F32);
+            let float = Element::F32;
             torch.make(&sizes[hidden..], &strides[hidden..], float, place)
         };
         let lse = with_lse.then(sums).transpose()?;

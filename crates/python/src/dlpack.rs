@@ -499,7 +499,7 @@ mod tests {
             assert_eq!(memory.sizes(), [2, 3, 4]);
             assert_eq!(memory.strides[..3], [12, 4, 1]);
             assert_eq!(memory.address, numbers.as_ptr() as u64 + 8);
-            assert_eq!(memory.element, Element::Float(DType::F32));
+            assert_eq!(memory.element, Element::F32);
         }
         // Refused before anything beyond is read.
         tensor.dimensions = MOST_DIMENSIONS as i32 + 1;
@@ -526,7 +526,7 @@ mod tests {
             address: owner.as_ptr() as u64,
             sizes: vec![2, 0, 3],
             device: Device { kind: CPU, ordinal: 0 },
-            element: Element::Float(DType::F32),
+            element: Element::F32,
             words: false,
             owner: owner.clone(),
         };

@@ -17,16 +17,21 @@ pub(crate) fn runtime(error: impl Display) -> PyErr {
     PyRuntimeError::new_err(error.to_string())
 }
 
+/// Returns whether a device had no memory left.
+pub(crate) fn is_of_device_memory(error: &Error) -> bool {
+    let (Error::Driver(driver) | Error::Gpu(GpuError::Driver(driver))) = error else {
+        return false;
+    };
+    matches!(driver, cuda::Error::OutOfMemory { .. })
+}
+
 /// Converts any error of the library.
 pub(crate) fn library(error: Error) -> PyErr {
     match &error {
         Error::Tensor(TensorError::OutOfMemory { .. } | TensorError::TooLarge(_))
         | Error::Problem(ProblemError::TooLarge(_))
-        | Error::Backend(BackendError::OutOfMemory(_))
-        | Error::Driver(cuda::Error::OutOfMemory { .. })
-        | Error::Gpu(GpuError::Driver(cuda::Error::OutOfMemory { .. })) => {
-            PyMemoryError::new_err(error.to_string())
-        }
+        | Error::Backend(BackendError::OutOfMemory(_)) => PyMemoryError::new_err(error.to_string()),
+        _ if is_of_device_memory(&error) => PyMemoryError::new_err(error.to_string()),
         // A call that no kernel serves is not a failure of the machine.
         Error::Backend(BackendError::Unsupported { .. })
         | Error::Gpu(GpuError::Unsupported { .. } | GpuError::TooLarge { .. }) => {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use cuda::{DeviceAddress, RelaxedCapture, Stream};
+use cuda::{DeviceAddress, Stream};
 use flashcore::gpu::{
     AppendProblem, AppendTensors, AttentionPlan, AttentionState, CombineProblem, CombineTensors,
     Gpu, RotaryTables, RotatedQueries, Tensors,
@@ -12,11 +12,12 @@ use flashcore::{DTypes, Descale, Descales, Error, Mask, Problem, Shape, Storage}
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
 
-use crate::error::{library, named};
+use crate::error::{is_of_device_memory, library, named};
 use crate::gradient::Backward;
 use crate::parts::Parts;
 use crate::process::{lock, process};
 use crate::request::{Request, address};
+use crate::torch;
 use crate::update::Update;
 use crate::view::{Form, View, contiguous};
 
@@ -36,11 +37,8 @@ pub(crate) fn device(ordinal: u32) -> PyResult<&'static Gpu> {
         return Ok(gpu);
     }
     process().call_driver()?;
-    let open = || -> Result<Gpu, Error> {
-        let _relaxed = RelaxedCapture::begin()?;
-        Ok(Gpu::open(ordinal)?)
-    };
-    let gpu: &'static Gpu = Box::leak(Box::new(open().map_err(library)?));
+    let gpu = Gpu::open(ordinal).map_err(|error| library(error.into()))?;
+    let gpu: &'static Gpu = Box::leak(Box::new(gpu));
     devices.push((ordinal, gpu));
     Ok(gpu)
 }
@@ -56,7 +54,7 @@ pub(crate) fn attend(
 ) -> PyResult<Arc<AttentionPlan>> {
     let mut tensors = request.tensors(request.descales(problem)?, output, lse);
     with_lists(gpu, stream, request, problem, &mut tensors)?;
-    let attended = gpu.attend(stream, problem, &tensors);
+    let attended = with_room(|| gpu.attend(stream, problem, &tensors));
     let [query, key, value, ..] = *request.names();
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
 }
@@ -83,7 +81,16 @@ pub(crate) fn differentiate(
 ) -> PyResult<Arc<AttentionPlan>> {
     let mut tensors = call.tensors();
     with_lists(gpu, stream, &call.request, problem, &mut tensors)?;
-    gpu.attend(stream, problem, &tensors).map_err(library)
+    with_room(|| gpu.attend(stream, problem, &tensors)).map_err(library)
+}
+
+/// Launches a call: once more, if the device has no memory left for its workspace until PyTorch gives
+/// back what it keeps for later tensors. Workspaces are allocated before anything is launched.
+fn with_room<T>(launch: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
+    match launch() {
+        Err(error) if is_of_device_memory(&error) && torch::give_memory_back() => launch(),
+        launched => launched,
+    }
 }
 
 /// Launches an append to a KV cache on a stream: rotated queries are written to `rotated`, the new

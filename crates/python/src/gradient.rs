@@ -1,7 +1,7 @@
 //! The backward attention call: its tensors, checked against those of the forward call.
 
 use flashcore::gpu::{Gradients, Tensors};
-use flashcore::{DType, Descales, Problem};
+use flashcore::{Descales, Problem};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -134,7 +134,7 @@ impl Backward {
             (GRADIENTS[3], self.sinks.as_ref(), &[heads]),
         ] {
             let Some(memory) = memory else { continue };
-            memory.whole(name, Element::Float(DType::F32), "float32")?;
+            memory.whole(name, Element::F32, "float32")?;
             memory.on(name, query.form.place, q)?;
             if memory.sizes() != expected {
                 return Err(PyValueError::new_err(format!(

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cuda::{DeviceInfo, RelaxedCapture};
+use cuda::DeviceInfo;
 use flashcore::gpu::AttentionPlan;
 use flashcore::{Backend, CpuBackend, Problem, Report};
 use pyo3::prelude::*;
@@ -21,14 +21,8 @@ pub(crate) enum Last {
 
 /// Remembers a call as the last one.
 pub(crate) fn remember(last: impl FnOnce() -> Last) {
+    // Dropped without the lock: with the last reference to a plan the driver frees its memory.
     let before = lock(&process().last).replace(last());
-    let count = match &before {
-        Some(Last::Gpu { plan, .. }) => Arc::strong_count(plan),
-        Some(Last::Cpu { .. }) | None => return,
-    };
-    // Dropping the last reference to a plan frees device memory, which would break a stream
-    // capture.
-    let _relaxed = (count == 1).then(RelaxedCapture::begin);
     drop(before);
 }
 

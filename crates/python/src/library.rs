@@ -261,6 +261,18 @@ impl<'py> Library<'py> {
         tensors.iter().copied().flatten().try_for_each(|tensor| torch.written(tensor))
     }
 
+    /// Waits for what was written to an array of the caller's. Results that we allocate are ordered
+    /// when their library takes them over; of this one it does not know that a stream of ours is
+    /// involved.
+    pub(crate) fn finish(&self, py: Python<'py>, stream: &Stream) -> PyResult<()> {
+        match &self.kind {
+            Kind::Torch { .. } => Ok(()),
+            Kind::Arrays { .. } => {
+                py.detach(|| stream.synchronize()).map_err(|error| error::library(error.into()))
+            }
+        }
+    }
+
     /// Returns the stream that the work goes to.
     pub(crate) fn stream(&self, py: Python<'py>, gpu: &Gpu) -> PyResult<Stream> {
         let handle = match &self.kind {

@@ -38,8 +38,9 @@ impl Parts {
                 "{o} has element type {given}, expected float32, float16 or bfloat16"
             )));
         };
-        forwards(o, output)?;
-        wide(l, lse)?;
+        output.forwards(o)?;
+        lse.of_type(l, Element::F32, "float32")?;
+        lse.forwards(l)?;
         lse.on(l, output.place, o)?;
         let &[parts, batch, length, heads, dim] = output.sizes() else {
             return Err(PyValueError::new_err(format!(
@@ -121,7 +122,8 @@ impl Parts {
                     names[0].0
                 )));
             }
-            wide(l, lse)?;
+            lse.of_type(l, Element::F32, "float32")?;
+            lse.forwards(l)?;
             lse.on(l, output.place, o)?;
             let [batch, length, heads, _] = view.form.sizes;
             let expected = [batch, heads, length];
@@ -150,25 +152,4 @@ pub(crate) fn sums([batch, length, heads, _]: [i64; 4], strides: [i64; 3], place
     let [by_batch, by_row, by_head] = strides;
     let (sizes, strides) = ([batch, length, heads, 1], [by_batch, by_row, by_head, 1]);
     Form { sizes, strides, dtype: DType::F32, place }
-}
-
-/// Refuses other elements than f32, and those that lie backwards.
-fn wide(name: &str, memory: &Memory) -> PyResult<()> {
-    if memory.element != Element::Float(DType::F32) {
-        let given = memory.element;
-        return Err(PyTypeError::new_err(format!(
-            "{name} has element type {given}, expected float32"
-        )));
-    }
-    forwards(name, memory)
-}
-
-/// Refuses negative strides.
-fn forwards(name: &str, memory: &Memory) -> PyResult<()> {
-    match memory.strides().iter().any(|stride| *stride < 0) {
-        false => Ok(()),
-        true => Err(PyValueError::new_err(format!(
-            "{name} has a negative stride, expected none: copy it"
-        ))),
-    }
 }

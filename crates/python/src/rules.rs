@@ -353,12 +353,7 @@ fn check(spec: &TensorSpec, memory: &Memory) -> PyResult<()> {
             i32::MAX
         )));
     }
-    if memory.strides().iter().any(|stride| *stride < 0) {
-        return Err(PyValueError::new_err(format!(
-            "{name} has a negative stride, expected none: copy it"
-        )));
-    }
-    Ok(())
+    memory.forwards(name)
 }
 
 /// Returns the name that functions use for this element type.

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyFloat, PyTuple};
 
+use crate::boundary::attached;
 use crate::dlpack::{self, Exchange};
 use crate::error;
 use crate::process::{lock, process};
@@ -126,6 +127,16 @@ pub(crate) fn are_plain_halves(tensors: &Bound<'_, PyTuple>) -> bool {
             && halves.contains(&stable.plain_element(&tensor))
     };
     stable.never_transformed() && tensors.iter_borrowed().all(|it| it.is_none() || half(it))
+}
+
+/// Lets PyTorch give back the device memory that it keeps for later tensors. Returns whether it did.
+#[cold]
+pub(crate) fn give_memory_back() -> bool {
+    let empty = |py: Python<'_>| -> PyResult<()> {
+        Torch::get(py)?;
+        py.import("torch.cuda")?.call_method0("empty_cache").map(drop)
+    };
+    attached(empty).is_some_and(|done| done.is_ok())
 }
 
 /// The path that a call on these tensors takes.

@@ -130,10 +130,11 @@ impl Update {
         Flags { interleaved, advancing, blocks, most_queries, most_new }: Flags,
         read: impl Fn(&Bound<'py, PyAny>, &str, Access) -> PyResult<Memory>,
     ) -> PyResult<Update> {
-        let list = |at: usize| -> PyResult<Option<Memory>> {
+        let optional = |at: usize, access: Access| -> PyResult<Option<Memory>> {
             let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, Access::Whole)).transpose()
+            tensor.as_ref().map(|tensor| read(tensor, name, access)).transpose()
         };
+        let list = |at: usize| optional(at, Access::Whole);
         let needed = |at: usize| {
             let (name, tensor) = &tensors[at];
             tensor.as_ref().ok_or_else(|| {
@@ -164,10 +165,6 @@ impl Update {
                 )));
             }
         };
-        let factors = |at: usize| -> PyResult<Option<Memory>> {
-            let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, Access::Written)).transpose()
-        };
         let given = read(needed(4)?, NAMES[4], Access::Read)?;
         let query = Order::of(query_starts.is_some()).view(NAMES[4], &given)?;
         let queries = query.form.sizes[1];
@@ -193,7 +190,7 @@ impl Update {
             pages_name: names(blocks)[9],
             rotary,
             descales: [None; 2],
-            factors: [factors(13)?, factors(14)?],
+            factors: [optional(13, Access::Written)?, optional(14, Access::Written)?],
             sequences: 0,
             room: 0,
         };

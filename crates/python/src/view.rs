@@ -48,6 +48,8 @@ pub(crate) enum Element {
 }
 
 impl Element {
+    pub(crate) const F32: Element = Element::Float(DType::F32);
+
     pub(crate) fn bytes(self) -> u64 {
         match self {
             Element::Float(dtype) => dtype.bytes() as u64,
@@ -322,18 +324,32 @@ impl Memory {
 
     /// Refuses anything but a contiguous f32 tensor on the device of the first tensor.
     pub(crate) fn floats(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
-        self.whole(name, Element::Float(DType::F32), "float32")?;
+        self.whole(name, Element::F32, "float32")?;
         self.on(name, place, first)
+    }
+
+    /// Refuses another element type.
+    pub(crate) fn of_type(&self, name: &str, element: Element, expected: &str) -> PyResult<()> {
+        match self.element == element {
+            true => Ok(()),
+            false => Err(PyTypeError::new_err(format!(
+                "{name} has element type {}, expected {expected}",
+                self.element
+            ))),
+        }
+    }
+
+    /// Refuses negative strides.
+    pub(crate) fn forwards(&self, name: &str) -> PyResult<()> {
+        match self.strides().iter().any(|stride| *stride < 0) {
+            true => Err(backward(name)),
+            false => Ok(()),
+        }
     }
 
     /// Refuses another element type, and tensors that are not contiguous.
     pub(crate) fn whole(&self, name: &str, element: Element, expected: &str) -> PyResult<()> {
-        if self.element != element {
-            return Err(PyTypeError::new_err(format!(
-                "{name} has element type {}, expected {expected}",
-                self.element
-            )));
-        }
+        self.of_type(name, element, expected)?;
         if !self.is_contiguous() {
             return Err(PyValueError::new_err(format!(
                 "{name} has strides {:?}, expected no gaps between its elements",

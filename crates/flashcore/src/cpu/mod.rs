@@ -57,16 +57,11 @@ use kernels::attention::function::Here;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CpuBackend {}
 
-/// Name of the forward kernel.
-const KERNEL: &str = "blocked";
-/// Name of the backward kernel.
-const BACKWARD: &str = "backward";
-
 /// Returns the name of the kernel of a pass.
 pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
     match pass {
-        Pass::Forward => KERNEL,
-        Pass::Backward => BACKWARD,
+        Pass::Forward => "blocked",
+        Pass::Backward => "backward",
     }
 }
 
@@ -104,7 +99,7 @@ impl CpuBackend {
         Ok(threads::watched(work, period, watch)?)
     }
 
-    fn candidate(&self, problem: &Problem, kernel: &'static str) -> Candidate {
+    fn candidate(&self, problem: &Problem) -> Candidate {
         let largest = problem.head_dim.max(problem.value_head_dim);
         let alike = match problem.pass {
             Pass::Forward => Ok(()),
@@ -118,7 +113,7 @@ impl CpuBackend {
         };
         Candidate {
             backend: self.name(),
-            kernel,
+            kernel: kernel_of(problem.pass),
             accepted: served.is_ok(),
             on_request: false,
             configuration: None,
@@ -126,25 +121,11 @@ impl CpuBackend {
             choice: None,
         }
     }
+}
 
-    fn report(
-        &self,
-        plan: &Plan,
-        kernel: &'static str,
-        begin: Instant,
-        kernel_begin: Instant,
-    ) -> Report {
-        Report {
-            backend: self.name(),
-            kernel,
-            configuration: None,
-            reason: plan.chosen.reason.clone(),
-            kernel_time: kernel_begin.elapsed(),
-            first_result_time: begin.elapsed(),
-            total_time: begin.elapsed(),
-            notes: Vec::new(),
-        }
-    }
+/// Returns the report of a call that began at `begin` and computed from `kernel_begin` on.
+fn report(plan: &Plan, begin: Instant, kernel_begin: Instant) -> Report {
+    Report::of(plan, begin, kernel_begin.elapsed(), begin.elapsed(), Vec::new())
 }
 
 impl Backend for CpuBackend {
@@ -159,11 +140,7 @@ impl Backend for CpuBackend {
     }
 
     fn candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
-        let kernel = match problem.pass {
-            Pass::Forward => KERNEL,
-            Pass::Backward => BACKWARD,
-        };
-        vec![self.candidate(problem, kernel)]
+        vec![self.candidate(problem)]
     }
 
     fn execute_backward(
@@ -179,7 +156,7 @@ impl Backend for CpuBackend {
         let problem = &plan.problem;
         threads::install(|| backward::differentiate(problem, backward, &mut results, watch))??;
         let Results { query, key, value, sinks } = results;
-        let report = self.report(plan, BACKWARD, begin, kernel_begin);
+        let report = report(plan, begin, kernel_begin);
         Ok(Gradients { query, key, value, sinks, report })
     }
 
@@ -198,7 +175,7 @@ impl Backend for CpuBackend {
             true => Ok(attend(problem, inputs, &mut output, &mut lse, watch)?),
             false => attend_sequences(problem, inputs, &mut output, &mut lse, watch),
         })??;
-        let report = self.report(plan, KERNEL, begin, kernel_begin);
+        let report = report(plan, begin, kernel_begin);
         Ok(Output { output, lse, report })
     }
 }

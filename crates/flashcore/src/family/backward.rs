@@ -15,10 +15,10 @@ use kernels::backward::{
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
-use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, ragged_backward};
+use super::{Asked, Choice, Contents, Counts, Family, Tiling, block_mask, ragged_backward};
 use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
-use crate::plan::{Launch, Source, map_strides};
+use crate::plan::{Launch, map_strides};
 use crate::problem::{Pass, Problem};
 
 /// The `backward` family.
@@ -87,8 +87,8 @@ impl Kernels {
         sums: SumsBeside,
     ) {
         let beside = |kernel, blocks, numbers: Vec<(Number, u32)>| {
-            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(numbers);
-            Launch { kernel, blocks, numbers: numbers.collect(), widened: false }
+            let query_blocks = [(Number::QueryBlocks, rows.per_head)];
+            Launch::new(kernel, blocks, query_blocks.into_iter().chain(numbers))
         };
         let row_sums = RowSums { lse_gradient: problem.lse_gradient, ..self.pass.row_sums() };
         let row_sums = Configuration::RowSums(row_sums);
@@ -110,11 +110,8 @@ impl Kernels {
         .into_iter()
         .chain(has_counters.then_some((Workspace::Turns, 8, sums.counters)))
         {
-            choice.memory.push(Memory {
-                source: Source::Workspace(workspace),
-                bytes: u64::from(bytes) * u64::from(count),
-                contents: Contents::Anything,
-            });
+            let bytes = u64::from(bytes) * u64::from(count);
+            choice.add_memory(workspace, bytes, Contents::Anything);
         }
     }
 }
@@ -167,7 +164,7 @@ pub(super) fn launch(
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
         .filter(|blocks| *blocks < 1 << 31)
-        .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
+        .ok_or("the number of key blocks is too large for the GPU kernel")?;
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
@@ -210,14 +207,8 @@ pub(super) fn launch(
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
         choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;
     }
-    choice.tiling = Some(Tiling {
-        query_rows: query_block,
-        key_block,
-        tiles_per_head: key_blocks_per_head,
-        tiles: key_blocks,
-        splits: 1,
-        waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
-    });
+    let tiles = [key_blocks_per_head, key_blocks];
+    choice.tiling = Some(Tiling::new(chip, [query_block, key_block], tiles, 1));
     Ok(choice)
 }
 
@@ -309,29 +300,26 @@ impl Waves {
     /// Sets the number of thread blocks, and adds the numbers and memory with which they share
     /// tiles.
     fn arrange(&self, backward: &kernels::Backward, choice: &mut Choice) {
-        let launch = &mut choice.launches[0];
-        let mut add = |workspace, bytes, contents| {
-            let source = Source::Workspace(workspace);
-            choice.memory.push(Memory { source, bytes, contents });
-        };
         let rest = self.rest();
         if backward.split {
             // At least two: a single part would be a whole tile.
             let parts = self.parts().max(2);
+            let launch = &mut choice.launches[0];
             let numbers = [(Number::WholeTiles, self.tiles - rest), (Number::Splits, parts)];
             launch.numbers.extend(numbers);
             launch.blocks = self.tiles - rest + rest * parts;
             let bytes = u64::from((rest * parts).max(1)) * u64::from(backward.partial_bytes());
-            add(Workspace::Partials, bytes, Contents::Anything);
-            let cut = format!("; the last {rest} tiles in {parts} parts each");
-            choice.reason.push_str(&cut);
+            choice.add_memory(Workspace::Partials, bytes, Contents::Anything);
+            choice.reason += &format!("; the last {rest} tiles in {parts} parts each");
         }
         if backward.persistent {
+            let launch = &mut choice.launches[0];
             launch.numbers.push((Number::Tiles, launch.blocks));
             launch.blocks = launch.blocks.min(self.multiprocessors);
         }
         if backward.split || backward.persistent {
-            add(Workspace::Counters, kernels::Backward::counter_bytes(rest), Contents::Zeros);
+            let bytes = kernels::Backward::counter_bytes(rest);
+            choice.add_memory(Workspace::Counters, bytes, Contents::Zeros);
         }
     }
 }

@@ -8,11 +8,10 @@ use ptx::Capability;
 
 use super::schedule::key_rows;
 use super::{
-    Asked, Choice, Contents, Family, MOST_POSITIONS, Memory, check_head_dims, check_positions,
+    Asked, Choice, Contents, Family, MOST_POSITIONS, UNTUNED, check_head_dims, check_positions,
     narrow_cache, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
-use crate::plan::Source;
 use crate::problem::{Problem, Storage};
 
 /// The `decode` family.
@@ -76,8 +75,7 @@ impl Family for Decode {
                         bits depend on the queries of a call"
                 .to_owned());
         }
-        let tuned = tuned(chip.target, &workload)
-            .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let tuned = tuned(chip.target, &workload).ok_or(UNTUNED)?;
         arrangement.check_copies(problem)?;
         launch(chip, problem, tuned.configuration, None, tuned.reason.to_owned())
     }
@@ -125,15 +123,9 @@ pub(crate) fn launch(
             Splits::Balanced => problem.batch as u64 * u64::from(members),
             Splits::Fixed { .. } => 2 * u64::from(blocks),
         };
-        let memory = |workspace, bytes, contents| Memory {
-            source: Source::Workspace(workspace),
-            bytes,
-            contents,
-        };
-        choice.memory = vec![
-            memory(Workspace::Partials, all_parts * decode.part_bytes(), Contents::Anything),
-            memory(Workspace::Counters, 4 * counters, Contents::Zeros),
-        ];
+        let bytes = all_parts * decode.part_bytes();
+        choice.add_memory(Workspace::Partials, bytes, Contents::Anything);
+        choice.add_memory(Workspace::Counters, 4 * counters, Contents::Zeros);
     }
     Ok(choice)
 }

@@ -11,14 +11,14 @@ use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
 use super::{
-    Asked, Choice, Contents, Counts, Family, Finding, Memory, Tiling, block_mask,
+    Asked, Choice, Contents, Counts, Family, Finding, Tiling, UNTUNED, block_mask,
     check_equal_lengths, check_head_dims, check_scale, effective_window, mask_kind,
     tensor_core_element,
 };
 use crate::chip::Chip;
 use crate::dtype::DType;
 use crate::plan::arrangement::TENSORS;
-use crate::plan::{Launch, Source, map_strides};
+use crate::plan::{Launch, map_strides};
 use crate::problem::{DTypes, Descale, Problem};
 
 /// The `forward` family.
@@ -32,8 +32,7 @@ impl Family for Forward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        let rules =
-            tuned(&workload).ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let rules = tuned(&workload).ok_or(UNTUNED)?;
         let chosen = Tunings::of_this_process().choose(chip, &workload, rules);
         arrangement.check_copies(problem)?;
         for tensor in TENSORS {
@@ -77,24 +76,14 @@ pub(crate) fn launch(
         if let Some(mask) = mask.filter(|_| found) {
             blocks = blocks.min(TileSharer::MOST_BLOCKS);
             let shared = order.shared(counts.tiles, blocks);
-            let source = Source::Workspace(Workspace::TileLists);
             let contents = Contents::FoundTiles(order, Finding::of(&mask));
-            let bytes = 4 * shared.words();
-            choice.memory.push(Memory { source, bytes, contents });
+            choice.add_memory(Workspace::TileLists, 4 * shared.words(), contents);
+            let kernel = Configuration::TileSharer(TileSharer { target: chip.target });
             let numbers = shared.numbers().into_iter().chain(mask.numbers());
             let numbers = numbers.chain(mask.finder_numbers());
             let of_head = [(Number::TilesPerHead, counts.tiles_per_head)];
-            choice.prepare(Launch {
-                kernel: Configuration::TileSharer(TileSharer { target: chip.target }),
-                blocks: 1,
-                numbers: numbers.chain(of_head).collect(),
-                widened: false,
-            });
+            choice.prepare(Launch::new(kernel, 1, numbers.chain(of_head)));
         } else {
-            let mut add = |workspace, bytes, contents| {
-                let source = Source::Workspace(workspace);
-                choice.memory.push(Memory { source, bytes, contents });
-            };
             // Per block the start and the end marker of its list, and one word per tile.
             let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
             if forward.stream_k {
@@ -102,22 +91,16 @@ pub(crate) fn launch(
                 (blocks, words) = (lists.blocks, lists.words.len() as u64);
                 let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
                 let counters = 4 * places * u64::from(forward.warpgroups);
-                add(Workspace::Partials, places * bytes, Contents::Anything);
-                add(Workspace::Counters, counters, Contents::Zeros);
+                choice.add_memory(Workspace::Partials, places * bytes, Contents::Anything);
+                choice.add_memory(Workspace::Counters, counters, Contents::Zeros);
             }
-            add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
+            choice.add_memory(Workspace::TileLists, 4 * words, Contents::Tiles(order));
         }
     }
     let main = choice.main;
     choice.launches[main].blocks = blocks;
-    choice.tiling = Some(Tiling {
-        query_rows: forward.query_rows(),
-        key_block: forward.key_block,
-        tiles_per_head: counts.tiles_per_head,
-        tiles: counts.tiles,
-        splits: 1,
-        waves: f64::from(counts.tiles) / f64::from(chip.multiprocessors.max(1)),
-    });
+    let tiles = [counts.tiles_per_head, counts.tiles];
+    choice.tiling = Some(Tiling::new(chip, tile, tiles, 1));
     Ok(choice)
 }
 
@@ -241,7 +224,7 @@ mod tests {
     use kernels::attention::function::HostTensor;
     use ptx::Target;
 
-    use super::super::Lists;
+    use super::super::{Lists, Memory};
     use super::*;
     use crate::plan::Arrangement;
     use crate::problem::Mask;

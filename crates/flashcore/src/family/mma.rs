@@ -10,10 +10,10 @@ use ptx::{Capability, Element};
 
 use super::forward::equal_lengths_workload;
 use super::schedule::{Schedule, ragged_workload};
-use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, window_kind};
+use super::{Asked, Choice, Contents, Counts, Family, Tiling, UNTUNED, block_mask, window_kind};
 use crate::chip::Chip;
+use crate::plan::Launch;
 use crate::plan::rows::Rows;
-use crate::plan::{Launch, Source};
 use crate::problem::Problem;
 
 /// The `mma` family, by the type of its accumulators: `F32`, or within a key block `F16`. The
@@ -52,10 +52,9 @@ impl Family for Mma {
         }
         arrangement.check_copies(problem)?;
         Rows::check_offsets(problem, arrangement)?;
-        let untuned = || "no configuration is tuned for it".to_owned();
         if problem.has_equal_lengths() {
             let workload = equal_lengths_workload(chip, problem)?;
-            let tuned = tuned(target, &workload, self.sums).ok_or_else(untuned)?;
+            let tuned = tuned(target, &workload, self.sums).ok_or(UNTUNED)?;
             let reason = tuned.reason.to_owned();
             return launch(chip, problem, tuned.configuration, tuned.splits, reason);
         }
@@ -65,7 +64,7 @@ impl Family for Mma {
             false => Batch::Ragged,
         };
         let workload = ragged_workload(chip, problem)?;
-        let tuned = tuned_batch(target, &workload, self.sums, batch).ok_or_else(untuned)?;
+        let tuned = tuned_batch(target, &workload, self.sums, batch).ok_or(UNTUNED)?;
         launch_ragged(chip, problem, tuned.configuration, tuned.reason.to_owned())
     }
 }
@@ -111,15 +110,8 @@ pub(crate) fn launch(
         (Number::Splits, splits),
         (Number::BlocksPerSplit, key_blocks.div_ceil(splits)),
     ];
-    choice.tiling = Some(Tiling {
-        query_rows: mma.query_rows(),
-        key_block: mma.key_block,
-        tiles_per_head: counts.tiles_per_head,
-        tiles,
-        splits,
-        waves: f64::from(blocks) / f64::from(chip.multiprocessors.max(1)),
-    });
     let tile = [mma.query_rows(), mma.key_block];
+    choice.tiling = Some(Tiling::new(chip, tile, [counts.tiles_per_head, tiles], splits));
     if let Some(mask) = block_mask(problem, tile, &counts, ListsOf::Queries) {
         choice.with_blocks(mma.target, mma.rules.mask, mask)?;
     }
@@ -145,18 +137,12 @@ fn combine(
     let rows = problem.rows() as u64;
     let blocks = u32::try_from(combine.blocks(rows))
         .map_err(|_| "the number of rows is too large for the GPU kernel")?;
-    choice.launches.push(Launch {
-        kernel: Configuration::Combine(combine),
-        blocks,
-        numbers: vec![(Number::Parts, splits)],
-        widened: false,
-    });
+    let kernel = Configuration::Combine(combine);
+    choice.launches.push(Launch::new(kernel, blocks, [(Number::Parts, splits)]));
     let parts = 4 * u64::from(splits) * rows;
     let width = u64::from(mma.value_head_dim);
-    for (tensor, bytes) in [(Tensor::PartialOutput, parts * width), (Tensor::PartialLse, parts)] {
-        let (source, contents) = (Source::Tensor(tensor), Contents::Anything);
-        choice.memory.push(Memory { source, bytes, contents });
-    }
+    choice.add_memory(Tensor::PartialOutput, parts * width, Contents::Anything);
+    choice.add_memory(Tensor::PartialLse, parts, Contents::Anything);
     Ok(())
 }
 

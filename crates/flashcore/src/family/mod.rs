@@ -216,11 +216,24 @@ pub struct Tiling {
     pub waves: f64,
 }
 
+impl Tiling {
+    /// Returns the tiling into tiles of `query_rows` by `key_block`, so many per head and in all.
+    fn new(
+        chip: &Chip,
+        [query_rows, key_block]: [u32; 2],
+        [tiles_per_head, tiles]: [u32; 2],
+        splits: u32,
+    ) -> Self {
+        let waves = f64::from(tiles) * f64::from(splits) / f64::from(chip.multiprocessors.max(1));
+        Tiling { query_rows, key_block, tiles_per_head, tiles, splits, waves }
+    }
+}
+
 impl Choice {
     /// Returns a single launch without memory.
     pub(crate) fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
-            launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
+            launches: vec![Launch::new(kernel, blocks, [])],
             prepared: 0,
             main: 0,
             memory: Vec::new(),
@@ -279,30 +292,26 @@ impl Choice {
         }
         let main = self.main;
         self.launches[main].numbers.extend(mask.numbers());
-        let source = Source::Workspace(Workspace::BlockLists);
         let found = mask.finder(target, kind);
         let contents = match found {
             Some(_) => Contents::FoundBlocks(mask, Finding::of(&mask)),
             None => Contents::Blocks(mask),
         };
-        self.memory.push(Memory { source, bytes: 4 * words, contents });
+        self.add_memory(Workspace::BlockLists, 4 * words, contents);
         if let Some((finder, lister)) = found {
-            let source = Source::Workspace(Workspace::FoundBlocks);
-            let (bytes, contents) = (4 * mask.found_words(), Contents::Anything);
-            self.memory.push(Memory { source, bytes, contents });
-            let numbers: Vec<_> = mask.numbers().into_iter().chain(mask.finder_numbers()).collect();
-            let launch = |kernel, blocks| Launch {
-                kernel,
-                blocks,
-                numbers: numbers.clone(),
-                widened: false,
-            };
+            self.add_memory(Workspace::FoundBlocks, 4 * mask.found_words(), Contents::Anything);
+            let numbers = || mask.numbers().into_iter().chain(mask.finder_numbers());
             let blocks = BlockFinder::blocks(mask.pairs());
-            self.prepare(launch(Configuration::BlockFinder(finder), blocks));
+            self.prepare(Launch::new(Configuration::BlockFinder(finder), blocks, numbers()));
             let blocks = BlockLister::blocks(mask.lists());
-            self.prepare(launch(Configuration::BlockLister(lister), blocks));
+            self.prepare(Launch::new(Configuration::BlockLister(lister), blocks, numbers()));
         }
         Ok(found.is_some())
+    }
+
+    /// Adds memory that the launches share.
+    fn add_memory(&mut self, source: impl Into<Source>, bytes: u64, contents: Contents) {
+        self.memory.push(Memory { source: source.into(), bytes, contents });
     }
 
     /// Inserts a launch after those that are already prepared.
@@ -475,6 +484,9 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
         false => Err("sequences of unequal lengths are not served".to_owned()),
     }
 }
+
+/// Why a family refuses what it could serve otherwise.
+const UNTUNED: &str = "no configuration is tuned for it";
 
 /// The most positions of a sequence.
 const MOST_POSITIONS: usize = Window::OPEN as usize;

@@ -9,7 +9,7 @@ use ptx::{Capability, Element};
 
 use super::forward::{hopper_element, with_output};
 use super::schedule::{Schedule, heads_together, query_rows, ragged_workload_of};
-use super::{Asked, Choice, Family, window_kind};
+use super::{Asked, Choice, Family, UNTUNED, window_kind};
 use crate::chip::Chip;
 use crate::plan::rows::Rows;
 use crate::problem::{Mask, Problem, Storage};
@@ -30,8 +30,7 @@ impl Family for Prefill {
         if !chip.target.has(Capability::Wgmma) {
             return Err(format!("{} has no wgmma", chip.target));
         }
-        let tuned = tuned_prefill(&workload(chip, problem)?)
-            .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let tuned = tuned_prefill(&workload(chip, problem)?).ok_or(UNTUNED)?;
         let tile = with_output(tuned.configuration, problem);
         let page_rows = page_rows(problem, tile.key_block)?;
         arrangement.check_copies(problem)?;

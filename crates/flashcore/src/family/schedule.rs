@@ -8,11 +8,10 @@ use kernels::{Configuration, Sequencer};
 use ptx::{Element, Target};
 
 use super::{
-    Choice, Contents, Memory, Tiling, check_positions, check_scale, tensor_core_element,
-    window_kind,
+    Choice, Contents, Tiling, check_positions, check_scale, tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
-use crate::plan::{Launch, Source};
+use crate::plan::Launch;
 use crate::problem::{Problem, Storage};
 
 /// The size of a schedule.
@@ -49,29 +48,19 @@ impl Schedule {
 
     /// Returns how the batch is cut into tiles.
     pub(super) fn tiling(&self, chip: &Chip, query_rows: u32, key_block: u32) -> Tiling {
-        Tiling {
-            query_rows,
-            key_block,
-            tiles_per_head: self.most_tiles,
-            tiles: self.all_tiles,
-            splits: 1,
-            waves: f64::from(self.all_tiles) / f64::from(chip.multiprocessors.max(1)),
-        }
+        Tiling::new(chip, [query_rows, key_block], [self.most_tiles, self.all_tiles], 1)
     }
 
     /// Inserts the launch that writes the schedule before the choice's own launches, with its
     /// memory.
     pub(super) fn before(&self, target: Target, tiles: Tiles, choice: &mut Choice) {
-        let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
+        let numbers = [(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
         let kernel = Configuration::Sequencer(Sequencer { target, tiles });
-        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers, widened: false });
+        choice.launches.insert(0, Launch::new(kernel, 1, numbers));
         choice.prepared = 1;
         choice.main += 1;
-        choice.memory.push(Memory {
-            source: Source::Workspace(Workspace::Schedule),
-            bytes: Sequencer::bytes(self.most_tiles.into()),
-            contents: Contents::Zeros,
-        });
+        let bytes = Sequencer::bytes(self.most_tiles.into());
+        choice.add_memory(Workspace::Schedule, bytes, Contents::Zeros);
     }
 }
 

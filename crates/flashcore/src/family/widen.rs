@@ -10,11 +10,11 @@ use kernels::{Configuration, Widen as Kernel};
 use ptx::Element;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_head_dims, check_positions, forward, mma,
-    narrow_cache, prefill,
+    Asked, Choice, Contents, Family, check_head_dims, check_positions, forward, mma, narrow_cache,
+    prefill,
 };
 use crate::chip::Chip;
-use crate::plan::{Launch, Source, widened};
+use crate::plan::{Launch, widened};
 use crate::problem::Problem;
 
 /// The `widen` family.
@@ -89,14 +89,12 @@ pub(super) fn launch(
         value_head_dim: problem.value_head_dim as u32,
         paged: problem.keys.is_paged(),
     });
-    let numbers = vec![(Number::KeyBlocks, key_blocks as u32)];
     // Launches that depend on lengths only stay in front.
-    let widening = Launch { kernel, blocks, numbers, widened: false };
+    let widening = Launch::new(kernel, blocks, [(Number::KeyBlocks, key_blocks as u32)]);
     choice.launches.insert(choice.prepared, widening);
     choice.main += 1;
     for (tensor, bytes) in tensors.into_iter().zip(bytes) {
-        let source = Source::Tensor(tensor);
-        choice.memory.push(Memory { source, bytes, contents: Contents::Anything });
+        choice.add_memory(tensor, bytes, Contents::Anything);
     }
     Ok(choice)
 }
@@ -122,7 +120,7 @@ fn check_memory(problem: &Problem, bytes: u64) -> Result<(), String> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::plan::{Plan, Preference};
+    use crate::plan::{Plan, Preference, Source};
     use crate::problem::{Descale, Descales, Mask, Storage};
     use ptx::Target;
 

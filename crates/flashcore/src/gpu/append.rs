@@ -14,7 +14,7 @@ use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
 use crate::family::{Choice, check_positions, narrow_cache};
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
-use crate::problem::{Descale, Descales, MOST_HEAD_DIM, Mask, Problem};
+use crate::problem::{Descale, MOST_HEAD_DIM, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
@@ -189,7 +189,7 @@ impl AppendProblem {
 
 /// The tensors and lists of one append, on the device. Lists hold one 32-bit number per sequence,
 /// lists of starts one more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct AppendTensors {
     /// New keys, (sequences, new tokens, key heads, dim), or packed into one batch entry.
     pub new_key: DeviceTensor,
@@ -266,22 +266,7 @@ const TENSORS: [Tensor; 8] = [
 impl AppendTensors {
     /// Takes tensors, without any list.
     pub fn new([new_key, new_value, key, value]: [DeviceTensor; 4]) -> Self {
-        AppendTensors {
-            new_key,
-            new_value,
-            key,
-            value,
-            key_lengths: None,
-            lengths_after: None,
-            new_starts: None,
-            new_lengths: None,
-            batch_index: None,
-            block_table: None,
-            key_descale: None,
-            value_descale: None,
-            rotary: None,
-            queries: None,
-        }
+        AppendTensors { new_key, new_value, key, value, ..AppendTensors::default() }
     }
 
     /// Returns a tensor. Tensors that the call does not have are replaced by the new keys: their
@@ -457,16 +442,7 @@ fn bind_append(
         let batch = if packed { 0 } else { strides[index].batch };
         Some(axis_of(Strides { batch, ..strides[index] }, axis))
     };
-    let nothing = Arrangement {
-        query: Strides::default(),
-        key: Strides::default(),
-        value: Strides::default(),
-        output: Strides::default(),
-        gradients: None,
-        descales: Descales::default(),
-        aligned: true,
-    };
-    bind_with(launch, declared, &problem.cache, &nothing, &others)
+    bind_with(launch, declared, &problem.cache, &Arrangement::default(), &others)
 }
 
 impl Kept for AppendPlan {
@@ -502,7 +478,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::Storage;
+    use crate::problem::{Descales, Storage};
 
     /// Packed rows are counted once, and not for each sequence; each sequence has a warp.
     #[test]

@@ -235,7 +235,7 @@ fn for_many_lengths(problem: &Problem) -> Problem {
     // Rounds up to three significant binary digits.
     let rounded = |length: usize| {
         let zeros = length.max(1).ilog2().saturating_sub(2);
-        length.max(1).next_multiple_of(1 << zeros)
+        length.max(1).checked_next_multiple_of(1 << zeros).unwrap_or(length)
     };
     let mut problem = Problem { lse: false, ..problem.clone() };
     if let Storage::Packed(rows) = problem.queries {
@@ -254,6 +254,19 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::problem::Mask;
+
+    #[test]
+    fn no_maximum_is_too_large_to_be_rounded() {
+        let packed = |length, rows| {
+            let problem = Problem::new(1, 1, length, 64);
+            let problem = problem.with_storage(Storage::Packed(rows), Storage::Packed(rows));
+            let Problem { query_length, key_length, .. } = for_many_lengths(&problem);
+            [query_length, key_length]
+        };
+        assert_eq!(packed(9, 100), [10; 2]);
+        assert_eq!(packed(99, 100), [100; 2]);
+        assert_eq!(packed(usize::MAX, 100), [100; 2]);
+    }
 
     #[test]
     fn keys_that_hash_alike_are_told_apart() {

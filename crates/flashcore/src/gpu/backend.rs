@@ -16,7 +16,7 @@ use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, GPU, Plan, candidates};
 use crate::problem::Problem;
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::Tensor;
 
 /// The back end on an NVIDIA GPU.
 #[derive(Debug)]
@@ -127,28 +127,9 @@ impl Backend for GpuBackend {
             }
             describe(plan.compilation(), &mut notes);
         }
-        let report = report(plan, milliseconds, first_result_time, begun, notes);
+        let kernel_time = Duration::from_secs_f64(milliseconds / 1e3);
+        let report = Report::of(plan, begun, kernel_time, first_result_time, notes);
         Ok(Output { output, lse, report })
-    }
-}
-
-/// Returns the report of a call that began at `begun`.
-pub(super) fn report(
-    plan: &Plan,
-    milliseconds: f64,
-    first_result_time: Duration,
-    begun: Instant,
-    notes: Vec<String>,
-) -> Report {
-    Report {
-        backend: GPU,
-        kernel: plan.chosen.kernel,
-        configuration: plan.chosen.configuration.clone(),
-        reason: plan.chosen.reason.clone(),
-        kernel_time: Duration::from_secs_f64(milliseconds / 1e3),
-        first_result_time,
-        total_time: begun.elapsed(),
-        notes,
     }
 }
 
@@ -203,14 +184,12 @@ impl Operands {
         let value = gpu.upload(inputs.value.bytes())?;
         let output = GuardedBuffer::new(gpu, result.bytes().len())?;
         let lse = GuardedBuffer::new(gpu, lse_bytes)?;
-        let tensor =
-            |address, of: TensorView<'_>| DeviceTensor { address, strides: of.layout().strides() };
         let mut tensors = Tensors::new(
             [
-                tensor(query.address(), inputs.query),
-                tensor(key.address(), inputs.key),
-                tensor(value.address(), inputs.value),
-                tensor(output.address(), result.view()),
+                DeviceTensor::like(query.address(), inputs.query),
+                DeviceTensor::like(key.address(), inputs.key),
+                DeviceTensor::like(value.address(), inputs.value),
+                DeviceTensor::like(output.address(), result.view()),
             ],
             Some(lse.address()),
         );

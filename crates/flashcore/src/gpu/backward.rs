@@ -1,19 +1,19 @@
 //! Gradients over tensors in host memory, on a GPU: the tensors are copied to the device, and the
 //! gradients back.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cuda::Buffer;
 
-use super::backend::{look_for_changes, report};
+use super::backend::look_for_changes;
 use super::tensors::{DeviceTensor, Gradients as DeviceGradients, Tensors};
 use super::{AttentionPlan, DeviceLists, GpuBackend, GpuError, GuardedBuffer};
-use crate::backend::RunOptions;
+use crate::backend::{Report, RunOptions};
 use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::plan::Plan;
 use crate::problem::Problem;
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::Tensor;
 
 impl GpuBackend {
     /// Computes the gradients of a problem with the kernel that a plan chose.
@@ -47,7 +47,8 @@ impl GpuBackend {
             operands.look_for_trespasses(self, backward)?;
         }
         let [query, key, value] = results;
-        let report = report(plan, milliseconds, first_result_time, begun, Vec::new());
+        let kernel_time = Duration::from_secs_f64(milliseconds / 1e3);
+        let report = Report::of(plan, begun, kernel_time, first_result_time, Vec::new());
         Ok(Gradients { query, key, value, sinks, report })
     }
 }
@@ -101,20 +102,16 @@ impl Operands {
         let results = [query_gradient?, key_gradient?, value_gradient?];
         let sinks = problem.scores.sinks.then(|| GuardedBuffer::new(gpu, 4 * problem.query_heads));
         let sinks = sinks.transpose()?;
-        let at = |address, like: TensorView<'_>| DeviceTensor {
-            address,
-            strides: like.layout().strides(),
-        };
-        let of = |index: usize, like| at(given[index].address(), like);
+        let of = |index: usize, like| DeviceTensor::like(given[index].address(), like);
         let mut tensors = Tensors::new(
             [of(0, inputs.query), of(1, inputs.key), of(2, inputs.value), of(3, backward.output)],
             Some(given[5].address()),
         );
         tensors.gradients = Some(DeviceGradients {
             output: of(4, backward.output_gradient),
-            query: at(results[0].address(), query.view()),
-            key: at(results[1].address(), key.view()),
-            value: at(results[2].address(), value.view()),
+            query: DeviceTensor::like(results[0].address(), query.view()),
+            key: DeviceTensor::like(results[1].address(), key.view()),
+            value: DeviceTensor::like(results[2].address(), value.view()),
             sinks: sinks.as_ref().map(GuardedBuffer::address),
             lse: given.get(6).map(Buffer::address),
         });

@@ -305,8 +305,7 @@ fn bind_combine(
         })
     };
     let nothing = Problem::new(1, 1, 1, 2);
-    let arrangement = Arrangement::contiguous(&nothing).map_err(|error| error.to_string())?;
-    bind_with(launch, declared, &nothing, &arrangement, &others)
+    bind_with(launch, declared, &nothing, &Arrangement::default(), &others)
 }
 
 impl Kept for CombinePlan {

@@ -101,11 +101,15 @@ impl Executable {
         }
         let mut constant = Vec::new();
         let is_constant = |memory: &&Memory| memory.contents.is_constant();
-        let mut memory = choice.memory.iter().filter(is_constant).peekable();
-        let lists = memory.peek().map(|_| choice.lists_over(&[])).unwrap_or_default();
-        for memory in memory {
-            if let Some(words) = lists.of(memory.source) {
-                constant.push((memory.source, Buffer::from_slice(gpu.stream(), words)?));
+        let memory: Vec<&Memory> = choice.memory.iter().filter(is_constant).collect();
+        if !memory.is_empty() {
+            let lists = choice.lists_over(&[]);
+            // Not on the GPU's own stream, which may be under capture.
+            let stream = Stream::new(gpu.device())?;
+            for Memory { source, .. } in memory {
+                if let Some(words) = lists.of(*source) {
+                    constant.push((*source, Buffer::from_slice(&stream, words)?));
+                }
             }
         }
         let (own, shared) = Need::of(&choice.memory, &gpu.workspaces);

@@ -1,7 +1,8 @@
 //! Compilation: from a configuration to a kernel on the device, built, compiled and kept.
 
+use std::io;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 
 use cuda::{
     Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module, Parameter,
@@ -88,7 +89,7 @@ impl Gpu {
         }
         let compact = Source::new(compact.program()?, self.compiler());
         let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
-        lock(&self.compilers).push(beside);
+        lock(&self.compilers).extend(beside);
         Ok(kernel?)
     }
 
@@ -134,18 +135,19 @@ impl Kernel {
     }
 
     /// Compiles the compact form, or takes it from the cache, while a new thread compiles the full
-    /// form. Returns the kernel and that thread.
+    /// form. Returns the kernel and that thread; where the system has no room for a thread, the
+    /// compact form stays.
     fn compact_first(
         device: &Device,
         cache: &Cache,
         full: Source,
         compact: &Source,
-    ) -> (cuda::Result<Arc<Self>>, JoinHandle<()>) {
+    ) -> (cuda::Result<Arc<Self>>, io::Result<JoinHandle<()>>) {
         let kernel = Arc::new(Kernel::new(&full));
         let beside = {
             let (device, cache, kernel) = (device.clone(), cache.clone(), kernel.clone());
             let unfinished = Unfinished::begin();
-            std::thread::spawn(move || {
+            thread::Builder::new().spawn(move || {
                 kernel.complete(device, cache, full);
                 drop(unfinished);
             })

@@ -75,8 +75,7 @@ impl<'a> DeviceLists<'a> {
         }
         tensors.descales = inputs.descales.try_map(|factors| {
             let Some(factors) = factors else { return Ok::<_, GpuError>(None) };
-            let (address, strides) = (self.bytes(factors.bytes())?, factors.layout().strides());
-            Ok(Some(DeviceTensor { address, strides }))
+            Ok(Some(DeviceTensor::like(self.bytes(factors.bytes())?, factors)))
         })?;
         Ok(())
     }

@@ -48,7 +48,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use cuda::{Cache, DeviceInfo, Event};
+use cuda::{Cache, DeviceInfo, Event, RelaxedCapture};
 use kernels::Configuration;
 use ptx::{Compiler, Target};
 
@@ -137,6 +137,8 @@ impl Gpu {
 
     /// Opens a GPU with a given kernel cache and compilation policy.
     pub fn with_policy(ordinal: u32, cache: Cache, policy: Policy) -> Result<Self, GpuError> {
+        // The first call of a process may be captured.
+        let _relaxed = RelaxedCapture::begin()?;
         let device = Device::open(ordinal)?;
         let stream = Stream::new(&device)?;
         Ok(Gpu {
@@ -196,7 +198,7 @@ impl Gpu {
         if let Some(buffer) = buffers.last().filter(|buffer| buffer.bytes() >= bytes) {
             return Ok(buffer.address());
         }
-        let _relaxed = cuda::RelaxedCapture::begin()?;
+        let _relaxed = RelaxedCapture::begin()?;
         let least = buffers.last().map_or(1 << 16, |buffer| 2 * buffer.bytes());
         let buffer = Buffer::new(&self.device, bytes.max(least))?;
         let address = buffer.address();
@@ -227,28 +229,6 @@ impl Drop for Gpu {
     /// it.
     fn drop(&mut self) {
         self.finish_compiling();
-    }
-}
-
-impl DeviceTensor {
-    /// Refuses an address or strides that are not a multiple of `bytes`.
-    fn aligned(&self, tensor: &'static str, element: usize, bytes: usize) -> Result<(), GpuError> {
-        let DeviceTensor { address, strides } = self;
-        let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });
-        if address.0 == 0 || !address.0.is_multiple_of(bytes as u64) {
-            return refuse(format!("its address {address} is not a multiple of {bytes}"));
-        }
-        for (name, stride) in
-            [("batch", strides.batch), ("length", strides.length), ("heads", strides.heads)]
-        {
-            let given = stride.saturating_mul(element);
-            if !given.is_multiple_of(bytes) {
-                return refuse(format!(
-                    "its {name} stride of {given} bytes is not a multiple of {bytes}"
-                ));
-            }
-        }
-        Ok(())
     }
 }
 

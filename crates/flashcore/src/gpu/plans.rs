@@ -18,7 +18,7 @@ pub(super) trait Kept {
     fn is_captured(&self) -> bool;
 }
 
-/// Maximum number of cached plans of one kind, besides captured ones.
+/// Maximum number of cached plans of one kind, besides those that are captured or in use.
 const MOST: usize = 1024;
 /// Device memory that they may hold before the least recently used ones are evicted.
 const MOST_BYTES: u64 = 1 << 29;
@@ -63,7 +63,6 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         }
         let _relaxed = RelaxedCapture::begin()?;
         let plan = make(&key)?;
-        // Evicted plans are dropped while the relaxed capture mode is in force.
         let (plan, _old) = self.keep(key, plan);
         Ok(plan)
     }
@@ -75,9 +74,11 @@ impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
         let bytes: u64 = plans.values().map(|entry| entry.plan.device_bytes()).sum();
         let mut old = Vec::new();
         if plans.len() >= MOST || bytes > MOST_BYTES {
+            // A plan that somebody holds may be captured at any moment.
+            let unused = |plan: &Arc<P>| Arc::strong_count(plan) == 1 && !plan.is_captured();
             let mut ages: Vec<(u64, K)> = plans
                 .iter()
-                .filter(|(_, entry)| !entry.plan.is_captured())
+                .filter(|(_, entry)| unused(&entry.plan))
                 .map(|(key, entry)| (entry.used, key.clone()))
                 .collect();
             // A quarter at a time, so that evictions are rare.
@@ -182,5 +183,17 @@ mod tests {
         assert_eq!((kept.bytes, old.len()), (7, 1));
         let (kept, _) = plans.keep(1, Plan { bytes: 8, captured: false });
         assert_eq!(kept.bytes, 7);
+    }
+
+    /// Whoever holds it may be about to launch it, and in a capture.
+    #[test]
+    fn a_plan_that_is_held_stays() {
+        let plans = Plans::<usize, Plan>::default();
+        let (held, _) = plans.keep(0, Plan { bytes: MOST_BYTES + 1, captured: false });
+        let (_, old) = plans.keep(1, Plan { bytes: 7, captured: false });
+        assert!(old.is_empty() && plans.find(&0).is_some());
+        drop(held);
+        let (_, old) = plans.keep(2, Plan { bytes: 7, captured: false });
+        assert_eq!(old.len(), 1);
     }
 }

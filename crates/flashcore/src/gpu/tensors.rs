@@ -9,15 +9,47 @@ use super::executable::Addresses;
 use crate::plan::arrangement::COPY_BYTES;
 use crate::plan::{Arrangement, GradientStrides, Source};
 use crate::problem::{Descale, Descales, Pass, Problem, Storage};
-use crate::tensor::{Layout, Strides, TensorError};
+use crate::tensor::{Layout, Strides, TensorError, TensorView};
 
 /// A tensor on the device, logically (batch, length, heads, dim). The last dimension is contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct DeviceTensor {
     /// Address of its first element.
     pub address: DeviceAddress,
     /// Distances between neighbours along the first three dimensions, in elements.
     pub strides: Strides,
+}
+
+impl DeviceTensor {
+    /// Describes a copy of a tensor in host memory.
+    pub(super) fn like(address: DeviceAddress, tensor: TensorView<'_>) -> Self {
+        DeviceTensor { address, strides: tensor.layout().strides() }
+    }
+
+    /// Refuses an address or strides that are not a multiple of `bytes`.
+    pub(super) fn aligned(
+        &self,
+        tensor: &'static str,
+        element: usize,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        let DeviceTensor { address, strides } = self;
+        let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });
+        if address.0 == 0 || !address.0.is_multiple_of(bytes as u64) {
+            return refuse(format!("its address {address} is not a multiple of {bytes}"));
+        }
+        for (name, stride) in
+            [("batch", strides.batch), ("length", strides.length), ("heads", strides.heads)]
+        {
+            let given = stride.saturating_mul(element);
+            if !given.is_multiple_of(bytes) {
+                return refuse(format!(
+                    "its {name} stride of {given} bytes is not a multiple of {bytes}"
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The tensors and lists of one call, on the device.

@@ -58,7 +58,7 @@ impl Held {
             if at.is_some_and(|at| self.buffers[at].1.bytes() >= *bytes) {
                 continue;
             }
-            // Allocating and freeing must not invalidate a stream capture on any thread.
+            // Allocating must not invalidate a stream capture on any thread.
             let _relaxed = RelaxedCapture::begin()?;
             if let Some(at) = at {
                 let (_, small) = self.buffers.swap_remove(at);
@@ -139,7 +139,6 @@ impl Workspaces {
             let unused =
                 |it: &Entry| Arc::strong_count(&it.graph) == 1 && Arc::strong_count(&it.held) == 1;
             if let Some(oldest) = all.iter().position(unused) {
-                let _relaxed = RelaxedCapture::begin()?;
                 all.remove(oldest);
             }
         }

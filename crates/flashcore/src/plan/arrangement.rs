@@ -11,7 +11,7 @@ use crate::tensor::{Layout, Shape, Strides, TensorError};
 pub(crate) const COPY_BYTES: u64 = 16;
 
 /// The strides of a call's tensors, and whether all of them begin at a multiple of 16 bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Arrangement {
     /// Strides of the query.
     pub query: Strides,

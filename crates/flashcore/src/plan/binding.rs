@@ -33,6 +33,17 @@ pub struct Launch {
     pub widened: bool,
 }
 
+impl Launch {
+    /// Returns a launch over the keys and values of the call.
+    pub(crate) fn new(
+        kernel: Configuration,
+        blocks: u32,
+        numbers: impl IntoIterator<Item = (Number, u32)>,
+    ) -> Self {
+        Launch { kernel, blocks, numbers: numbers.into_iter().collect(), widened: false }
+    }
+}
+
 fn by_name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&kernel.name())
 }
@@ -50,6 +61,18 @@ pub enum Source {
     Nothing,
     /// A tensor that a function loads from, by its index among the tensors of that function.
     Captured(Kind, u8),
+}
+
+impl From<Tensor> for Source {
+    fn from(tensor: Tensor) -> Self {
+        Source::Tensor(tensor)
+    }
+}
+
+impl From<Workspace> for Source {
+    fn from(workspace: Workspace) -> Self {
+        Source::Workspace(workspace)
+    }
 }
 
 /// The argument that is passed for a parameter.

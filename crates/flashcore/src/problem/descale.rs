@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::{Pass, Problem};
 use crate::dtype::DType;
-use crate::tensor::Shape;
+use crate::tensor::{Shape, Strides};
 
 /// Granularity of the descale factors of one tensor.
 ///
@@ -115,6 +115,35 @@ impl Descale {
     fn of_word(word: &str) -> Result<Self, ()> {
         let known = [Descale::PerHead, Descale::PerToken];
         known.into_iter().find(|it| it.word() == Some(word)).ok_or(())
+    }
+
+    /// Returns the granularity of factors as front ends take them, and their shape and strides as
+    /// (batch, length, heads, 1): one number, one for each key head, one for each sequence and key
+    /// head, or one for each token and key head. The last have the shape of `keys` without the dim;
+    /// packed keys have no batch dimension either. `None` for factors of other sizes.
+    pub fn of_factors(
+        (sizes, strides): (&[usize], &[usize]),
+        sequences: usize,
+        keys: Shape,
+        packed: bool,
+    ) -> Option<(Self, Shape, Strides)> {
+        let Shape { batch, length, heads, .. } = keys;
+        let (of_heads, of_tokens) = (Shape::new(sequences, 1, heads, 1), Shape { dim: 1, ..keys });
+        let strided = |batch, length, heads| Strides { batch, length, heads };
+        let per_head = |batch, heads| (Descale::PerHead, of_heads, strided(batch, 0, heads));
+        let per_token = |strides| (Descale::PerToken, of_tokens, strides);
+        Some(match (sizes, strides) {
+            ([] | [1], _) => per_head(0, 0),
+            (&[all], &[step]) if all == heads => per_head(0, step),
+            (&[each, all], &[by, step]) if [each, all] == [sequences, heads] => per_head(by, step),
+            (&[rows, all], &[by, step]) if packed && [rows, all] == [length, heads] => {
+                per_token(strided(0, by, step))
+            }
+            (&[a, b, c], &[x, y, z]) if !packed && [a, b, c] == [batch, length, heads] => {
+                per_token(strided(x, y, z))
+            }
+            _ => return None,
+        })
     }
 }
 

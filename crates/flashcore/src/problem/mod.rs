@@ -545,23 +545,7 @@ impl fmt::Display for Problem {
         if self.mask != Mask::NONE {
             write!(f, ", {}", self.mask)?;
         }
-        let words = [self.descales.words(), self.scores.words(), self.storage_words()];
-        for word in words.into_iter().flatten() {
-            write!(f, ", {word}")?;
-        }
-        if self.pass == Pass::Backward {
-            write!(f, ", backward")?;
-        }
-        if self.lse_gradient {
-            write!(f, ", lse_gradient")?;
-        }
-        if self.deterministic {
-            write!(f, ", deterministic")?;
-        }
-        if self.batch_invariant {
-            write!(f, ", batch_invariant")?;
-        }
-        Ok(())
+        self.words().iter().try_for_each(|word| write!(f, ", {word}"))
     }
 }
 

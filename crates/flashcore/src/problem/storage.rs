@@ -124,34 +124,28 @@ impl Problem {
                 }
             });
         }
-        let lists = self.lists.named().into_iter().filter(|(_, on)| **on);
-        words.extend(lists.map(|(name, _)| name.to_owned()));
+        let mut lists = self.lists;
+        let given = lists.named().into_iter().filter(|(_, given)| **given);
+        words.extend(given.map(|(name, _)| name.to_owned()));
         words
     }
 }
 
 impl Lists {
     /// Returns the lists, each with its name in a problem's text.
-    fn named(&self) -> [(&'static str, &bool); 4] {
+    fn named(&mut self) -> [(&'static str, &mut bool); 4] {
         [
-            ("query_lengths", &self.query_lengths),
-            ("key_lengths", &self.key_lengths),
-            ("left_padding", &self.left_padding),
-            ("batch_index", &self.batch_index),
+            ("query_lengths", &mut self.query_lengths),
+            ("key_lengths", &mut self.key_lengths),
+            ("left_padding", &mut self.left_padding),
+            ("batch_index", &mut self.batch_index),
         ]
     }
 
     /// Adds the list of this name. Returns false if there is no such list.
     pub(super) fn insert(&mut self, name: &str) -> bool {
-        let list = match name {
-            "query_lengths" => &mut self.query_lengths,
-            "key_lengths" => &mut self.key_lengths,
-            "left_padding" => &mut self.left_padding,
-            "batch_index" => &mut self.batch_index,
-            _ => return false,
-        };
-        *list = true;
-        true
+        let list = self.named().into_iter().find(|(known, _)| *known == name);
+        list.map(|(_, given)| *given = true).is_some()
     }
 }
 

@@ -194,14 +194,22 @@ impl Problem {
         if self.mask != Mask::NONE {
             words.push(self.mask.to_string());
         }
-        words.extend(self.descales.words());
-        words.extend(self.scores.words());
-        words.extend(self.storage_words());
-        words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
-        words.extend(self.lse_gradient.then(|| "lse_gradient".to_owned()));
-        words.extend(self.deterministic.then(|| "deterministic".to_owned()));
-        words.extend(self.batch_invariant.then(|| "batch_invariant".to_owned()));
+        words.extend(self.words());
         words.join(",")
+    }
+
+    /// Returns the words for whatever else differs from the defaults.
+    pub(super) fn words(&self) -> Vec<String> {
+        let flags = [
+            ("backward", self.pass == Pass::Backward),
+            ("lse_gradient", self.lse_gradient),
+            ("deterministic", self.deterministic),
+            ("batch_invariant", self.batch_invariant),
+        ];
+        let flags = flags.into_iter().filter(|(_, on)| *on).map(|(name, _)| name.to_owned());
+        let mut words = [self.descales.words(), self.scores.words(), self.storage_words()].concat();
+        words.extend(flags);
+        words
     }
 }
 

@@ -146,7 +146,7 @@ pub fn append_scaled(
     (new_key, new_value): (&Tensor, &Tensor),
     new: &Placement,
     rotary: Option<Rotary<'_>>,
-    mut scales: CacheScales<'_>,
+    scales: CacheScales<'_>,
 ) -> Result<(), Error> {
     let count = new.sequences();
     if place.sequences() != count {
@@ -185,35 +185,33 @@ pub fn append_scaled(
     if let Some(rotary) = rotary {
         rotary.validate(key.shape().dim, longest)?;
     }
-    scales.validate((&*key, new_key), (&*value, new_value), count)?;
-    let mut rows = [key.shape().dim, value.shape().dim].map(|dim| vec![0f32; dim]);
-    for sequence in 0..count {
-        for index in 0..new.length(sequence) {
-            let (entry, from) = new.locate(sequence, index);
-            let position = place.length(sequence) + index;
-            let (page, to) = grown.locate(sequence, position);
-            for head in 0..heads {
-                let (to, from) = ([page, to, head], [entry, from, head]);
-                let [key_row, value_row] = &mut rows;
-                if value.dtype() == new_value.dtype() {
-                    value.copy_row(to, new_value, from);
-                } else {
-                    new_value.head(entry, head).read(from[1], value_row);
-                    scales.of_value().divide(value_row, value.dtype(), sequence, to);
-                    value.set_row(to, value_row);
+    let [of_key, of_value] = scales.each();
+    of_key.validate(("k_descale", "k_descale factors"), (&*key, new_key), count)?;
+    of_value.validate(("v_descale", "v_descale factors"), (&*value, new_value), count)?;
+    for (cache, added, rotary, mut scale) in
+        [(key, new_key, rotary, of_key), (value, new_value, None, of_value)]
+    {
+        let (dtype, rounded) = (cache.dtype(), cache.dtype() != added.dtype());
+        let mut row = vec![0f32; cache.shape().dim];
+        for sequence in 0..count {
+            for index in 0..new.length(sequence) {
+                let (entry, from) = new.locate(sequence, index);
+                let (page, to) = grown.locate(sequence, place.length(sequence) + index);
+                for head in 0..heads {
+                    let to = [page, to, head];
+                    if rotary.is_none() && !rounded {
+                        cache.copy_row(to, added, [entry, from, head]);
+                        continue;
+                    }
+                    added.head(entry, head).read(from, &mut row);
+                    if let Some(rotary) = rotary {
+                        rotary.turn(&mut row, place.ends()[sequence] + index);
+                    }
+                    if rounded {
+                        scale.divide(&mut row, dtype, sequence, to);
+                    }
+                    cache.set_row(to, &row);
                 }
-                if rotary.is_none() && key.dtype() == new_key.dtype() {
-                    key.copy_row(to, new_key, from);
-                    continue;
-                }
-                new_key.head(entry, head).read(from[1], key_row);
-                if let Some(rotary) = rotary {
-                    rotary.turn(key_row, place.ends()[sequence] + index);
-                }
-                if key.dtype() != new_key.dtype() {
-                    scales.of_key().divide(key_row, key.dtype(), sequence, to);
-                }
-                key.set_row(to, key_row);
             }
         }
     }
@@ -227,36 +225,18 @@ enum Scale<'a> {
     Found(&'a mut Tensor),
 }
 
-impl CacheScales<'_> {
-    fn of_key(&mut self) -> Scale<'_> {
+impl<'a> CacheScales<'a> {
+    fn each(self) -> [Scale<'a>; 2] {
         match self {
-            CacheScales::None => Scale::None,
-            CacheScales::Given(key, _) => Scale::Given(key),
-            CacheScales::Found(key, _) => Scale::Found(key),
+            CacheScales::None => [Scale::None, Scale::None],
+            CacheScales::Given(key, value) => [key, value].map(Scale::Given),
+            CacheScales::Found(key, value) => [key, value].map(Scale::Found),
         }
-    }
-
-    fn of_value(&mut self) -> Scale<'_> {
-        match self {
-            CacheScales::None => Scale::None,
-            CacheScales::Given(_, value) => Scale::Given(value),
-            CacheScales::Found(_, value) => Scale::Found(value),
-        }
-    }
-
-    /// Refuses factors of another type or shape, and factors where nothing is rounded.
-    fn validate(
-        &mut self,
-        key: (&Tensor, &Tensor),
-        value: (&Tensor, &Tensor),
-        sequences: usize,
-    ) -> Result<(), InputError> {
-        self.of_key().validate(("k_descale", "k_descale factors"), key, sequences)?;
-        self.of_value().validate(("v_descale", "v_descale factors"), value, sequences)
     }
 }
 
 impl Scale<'_> {
+    /// Refuses factors of another type or shape, and factors where nothing is rounded.
     fn validate(
         &self,
         (tensor, all): (&'static str, &'static str),
@@ -284,7 +264,7 @@ impl Scale<'_> {
 
     /// Divides a row by the factor of its place in the cache. A factor that is not given is
     /// computed and stored.
-    fn divide(self, row: &mut [f32], dtype: DType, sequence: usize, to: [usize; 3]) {
+    fn divide(&mut self, row: &mut [f32], dtype: DType, sequence: usize, to: [usize; 3]) {
         let factor = match self {
             Scale::None => return,
             Scale::Given(factors) => factors.head(sequence, to[2]).row(0)[0],

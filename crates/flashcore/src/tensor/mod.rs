@@ -119,41 +119,24 @@ impl Elements {
     }
 }
 
-impl From<Vec<f32>> for Elements {
-    fn from(elements: Vec<f32>) -> Self {
-        Elements::F32(elements)
-    }
+/// Takes a vector of each element type as the elements of a tensor, and a slice as those of a view.
+macro_rules! elements {
+    ($($name:ident($element:ty)),*) => {$(
+        impl From<Vec<$element>> for Elements {
+            fn from(elements: Vec<$element>) -> Self {
+                Elements::$name(elements)
+            }
+        }
+
+        impl<'a> From<&'a [$element]> for ElementsView<'a> {
+            fn from(elements: &'a [$element]) -> Self {
+                ElementsView::$name(elements)
+            }
+        }
+    )*};
 }
 
-impl From<Vec<f16>> for Elements {
-    fn from(elements: Vec<f16>) -> Self {
-        Elements::F16(elements)
-    }
-}
-
-impl From<Vec<bf16>> for Elements {
-    fn from(elements: Vec<bf16>) -> Self {
-        Elements::BF16(elements)
-    }
-}
-
-impl From<Vec<E4M3>> for Elements {
-    fn from(elements: Vec<E4M3>) -> Self {
-        Elements::E4M3(elements)
-    }
-}
-
-impl From<Vec<E5M2>> for Elements {
-    fn from(elements: Vec<E5M2>) -> Self {
-        Elements::E5M2(elements)
-    }
-}
-
-impl From<Vec<Int8>> for Elements {
-    fn from(elements: Vec<Int8>) -> Self {
-        Elements::Int8(elements)
-    }
-}
+elements!(F32(f32), F16(f16), BF16(bf16), E4M3(E4M3), E5M2(E5M2), Int8(Int8));
 
 /// A tensor in host memory.
 ///

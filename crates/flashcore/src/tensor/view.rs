@@ -24,19 +24,6 @@ pub enum ElementsView<'a> {
     Int8(&'a [Int8]),
 }
 
-/// Borrows a slice of each element type as the elements of a view.
-macro_rules! borrowed {
-    ($($name:ident($element:ty)),*) => {$(
-        impl<'a> From<&'a [$element]> for ElementsView<'a> {
-            fn from(elements: &'a [$element]) -> Self {
-                ElementsView::$name(elements)
-            }
-        }
-    )*};
-}
-
-borrowed!(F32(f32), F16(f16), BF16(bf16), E4M3(E4M3), E5M2(E5M2), Int8(Int8));
-
 /// A borrowed tensor, read in place.
 ///
 /// Attention takes its inputs as views, so a caller's tensors are not copied:
