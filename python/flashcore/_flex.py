@@ -74,7 +74,10 @@ def flex_attention(
     """
     if is_compiling():
         # Functions are traced outside of what is compiled.
-        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux=return_aux)
+        from ._outside import call
+
+        arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return call(flex_attention, *arguments, return_aux=return_aux)
     if return_aux is not None:
         if not hasattr(return_aux, "lse"):
             raise TypeError(f"return_aux is a {type(return_aux)}, expected an AuxRequest")
@@ -99,9 +102,6 @@ def flex_attention(
         score, captured = trace("score", "score_mod", score_mod)
         tensors = (*tensors, *captured)
     return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
-
-
-_outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attention)
 
 
 def attend(

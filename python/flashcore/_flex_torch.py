@@ -45,8 +45,6 @@ def device_of(name: str, device: Any) -> Any:
 # What a mask says of pairs and of blocks of them.
 pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
 refuse_odd = _torch.refuse_odd
-# Makes a function that PyTorch's compiler leaves alone.
-outside = torch.compiler.disable
 # What a call has beyond the scale.
 _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
