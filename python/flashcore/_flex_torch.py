@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _captured, _flashcore, _torch
+from . import _captured, _flashcore, _flops, _torch
 from ._arguments import shown
 from ._gradients import NAMESPACE, operators, with_gradients
 
@@ -272,3 +272,4 @@ torch.library.register_autograd(
     f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
 )
 torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)
+_flops.register_with_rules(operators)

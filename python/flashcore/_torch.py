@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _flashcore, _gradients
+from . import _flashcore, _flops, _gradients
 from ._arguments import check_rows, shown, window
 
 _flashcore.adopt_torch(torch)
@@ -207,6 +207,8 @@ for _overload, _tensors in (
     _remember = _gradients.remember if _tensors == 3 else None
     torch.library.register_autograd(_overload, _derivative, setup_context=_remember, lib=_library)
     torch.library.register_vmap(_overload, _gradients.vectorize(_overload, _tensors), lib=_library)
+
+_flops.register(_gradients.operators)
 
 
 def is_recorded(*tensors: Any) -> bool:
