@@ -8,6 +8,7 @@ from conftest import devices
 from flashcore import (
     flash_attn_func,
     flash_attn_kvpacked_func,
+    flash_attn_merge,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     flex_attention,
@@ -98,3 +99,100 @@ def test_operations_of_sequences_are_counted_by_their_lengths(device):
     # Lengths of no contents are the longest that there may be.
     meta = [x.to("meta") for x in (q, k, v, of_q, of_k)]
     assert counted(lambda: flash_attn_varlen_func(*meta, 11, 18)) == flops((2, 4, 11, 18, 16, 24))[:1]
+
+
+# ---- torch.func ----------------------------------------------------------------------------------------
+
+
+def masked(q, k, v):
+    """Attention with a mask and a bias of tensors."""
+    bias = torch.arange(q.shape[1] * k.shape[1], device=q.device).sin().view(q.shape[1], k.shape[1])
+    out = scaled_dot_product_attention(*heads_first(q, k, v), attn_mask=bias, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def ragged(q, k, v):
+    """Each batch entry as sequences of 3 rows, and of the others."""
+    lists = [torch.tensor([0, 3, x.shape[1]], dtype=torch.int32, device=q.device) for x in (q, k)]
+    longest = [x.shape[1] for x in (q, k)]
+    return torch.stack([flash_attn_varlen_func(*entry, *lists, *longest, causal=True) for entry in zip(q, k, v)])
+
+
+def ruled(q, k, v):
+    out = flex_attention(*heads_first(q, k, v), lambda score, b, h, i, j: score - (i - j).abs(), enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+CALLS = {
+    "plain": lambda q, k, v: flash_attn_func(q, k, v, causal=True),
+    "sinks": lambda q, k, v: flash_attn_func(q, k, v, s_aux=q[0, 0, :, 0].float(), window_size=(4, 0)),
+    "sums": lambda q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[1],
+    "packed": lambda q, k, v: flash_attn_kvpacked_func(q, torch.stack([k, k], 2), causal=True),
+    "ragged": ragged,
+    "masked": masked,
+    "ruled": ruled,
+}
+
+
+def gradients(call, tensors, dout):
+    """Those of autograd."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        return torch.autograd.grad(call(*leaves), leaves, dout, allow_unused=True, materialize_grads=True)
+
+
+def same(found, expected):
+    """Equal, or as far apart as sums in another order are."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        tolerance = 1e-5 if one.dtype == torch.float32 else 3e-2
+        assert (one.float() - other.float()).abs().max() <= tolerance * max(1.0, other.float().abs().max())
+
+
+@every_device
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_transforms_have_the_gradients_of_autograd(call, device):
+    tensors = [x.detach() for x in three(device)]
+    out, pull = torch.func.vjp(call, *tensors)
+    assert torch.equal(out, call(*tensors))
+    dout = torch.stack([random(*out.shape, device=device, dtype=out.dtype, seed=seed) for seed in (5, 6)])
+    same(pull(dout[0]), gradients(call, tensors, dout[0]))
+    for found, *expected in zip(torch.vmap(pull)(dout), *(gradients(call, tensors, it) for it in dout)):
+        same(found, expected)
+    # Of each sequence by itself, and through a vmap.
+    alone = lambda *one: call(*(x[None] for x in one))[0].float().square().sum()
+    wanted = gradients(lambda *all: sum(map(alone, *all)), tensors, torch.ones((), device=device))
+    same(torch.vmap(torch.func.grad(alone, (0, 1, 2)))(*tensors), wanted)
+    same(torch.func.grad(lambda *all: torch.vmap(alone)(*all).sum(), (0, 1, 2))(*tensors), wanted)
+
+
+def test_jacobians_and_functional_calls():
+    q, k, v = (x.detach() for x in three())
+    rows = lambda q: flash_attn_func(q, k, v, causal=True).sum((0, 2, 3))
+    expected = torch.autograd.functional.jacobian(rows, q)
+    torch.testing.assert_close(torch.func.jacrev(rows)(q), expected)
+    layer = torch.nn.Linear(16, 16)
+    parameters = dict(layer.named_parameters())
+    loss = lambda given: flash_attn_func(torch.func.functional_call(layer, given, (q,)), k, v).square().sum()
+    loss(parameters).backward()
+    found = torch.func.grad(loss)(parameters)
+    same([found[name] for name in parameters], [it.grad for it in layer.parameters()])
+    # What autograd differentiates beside a transform.
+    keys = k.clone().requires_grad_()
+    out, _ = torch.func.vjp(lambda q: flash_attn_func(q, keys, v), q)
+    same(torch.autograd.grad(out.sum(), keys), gradients(lambda k: flash_attn_func(q, k, v), [k], torch.ones_like(out)))
+
+
+def test_transforms_that_are_refused():
+    q, k, v = (x.detach() for x in three())
+    loss = lambda q: flash_attn_func(q, k, v).sum()
+    with pytest.raises(NotImplementedError, match="^FlashCore has no second derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.hessian(loss)(q)
+    decode = lambda q: flash_attn_with_kvcache(q, k, k, cache_seqlens=9)
+    merge = lambda q: flash_attn_merge(q, torch.zeros(2, 4, 7), q, torch.zeros(2, 4, 7))[0]
+    for call, name in ((decode, "q"), (merge, "out_a")):
+        for transformed in (call, lambda q: torch.vmap(call)(q[None])):
+            with pytest.raises(NotImplementedError, match=f"^{name} requires grad, expected"):
+                torch.func.grad(lambda q: transformed(q).sum())(q)
