@@ -10,7 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from . import _arrays, _copies, _flashcore, _patterns
-from ._arguments import flag, refusal, shape_of, shown, whole
+from ._arguments import NO_RULES, flag, refusal, shape_of, shown, whole
 from ._serving import is_compiling
 from ._trace import check_arguments, check_contents, trace
 
@@ -20,8 +20,6 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     _flex_torch = None  # type: ignore[assignment]
-
-NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 class AuxRequest(NamedTuple):
@@ -101,7 +99,7 @@ def flex_attention(
     if score_mod is not None:
         score, captured = trace("score", "score_mod", score_mod)
         tensors = (*tensors, *captured)
-    return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
+    return attend((query, key, value), (scale, *NO_RULES), "flex_attention", return_lse, (mask, score, tensors, blocks))
 
 
 def attend(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _captured, _flashcore, _flops, _torch, _transforms
-from ._arguments import shown
+from ._arguments import NO_RULES, shown
 from ._gradients import NAMESPACE, operators, with_gradients
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function, int blocks"
@@ -45,8 +45,6 @@ def device_of(name: str, device: Any) -> Any:
 # What a mask says of pairs and of blocks of them.
 pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
 refuse_odd = _torch.refuse_odd
-# What a call has beyond the scale.
-_NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 def attend(
@@ -158,7 +156,7 @@ def _forward(
     deterministic: bool,
 ) -> Any:
     rules = (_rule(mask), _rule(score), tuple(captured), _known.get(blocks))
-    return _flashcore.attend((q, k, v), (scale, *_NUMBERS), function, True, "dispatcher", rules)
+    return _flashcore.attend((q, k, v), (scale, *NO_RULES), function, True, "dispatcher", rules)
 
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> Any:
@@ -193,7 +191,7 @@ def _backward(
     gradients = tuple(make(it) for it in (q, k, v))
     if not nothing:
         _flashcore.attend_backward(
-            (q, k, v), (scale, *_NUMBERS), function, (out, lse, dout, dlse), gradients, deterministic, rules
+            (q, k, v), (scale, *NO_RULES), function, (out, lse, dout, dlse), gradients, deterministic, rules
         )
     return gradients
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _flashcore, _flops, _gradients, _transforms
-from ._arguments import check_rows, shown, window
+from ._arguments import check_rows, name_of_type, shown, window
 
 _flashcore.adopt_torch(torch)
 
@@ -376,7 +376,7 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
     out_partial, lse_partial, out = tensors
     if dtype is not None and not isinstance(dtype, torch.dtype):
         # NumPy's, or a name.
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+        name = name_of_type(dtype)
         if getattr(torch, name, None) not in _FLOATS:
             raise TypeError(f"out_dtype={shown(dtype)}, expected float16, bfloat16 or float32")
         dtype = getattr(torch, name)
@@ -475,11 +475,6 @@ def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"{name} stands for other numbers than its memory has, expected one that can be written: clone it"
         )
-
-
-def is_tensor(thing: Any) -> bool:
-    """Returns whether something is a PyTorch tensor."""
-    return isinstance(thing, torch.Tensor)
 
 
 def full(count: int, value: int, like: Any) -> Any:
