@@ -458,13 +458,9 @@ def refuse_odd(name: str, thing: Any) -> None:
     if not isinstance(thing, torch.Tensor):
         return
     if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
-        why = (
-            "it is nested"
-            if thing.is_nested
-            else "it is quantized"
-            if thing.is_quantized
-            else f"its layout is {thing.layout}"
-        )
+        why = "it is quantized" if thing.is_quantized else f"its layout is {thing.layout}"
+        if thing.is_nested:
+            why = "it is nested; of a jagged one flash_attn_varlen_func takes values() and offsets().int()"
         raise TypeError(f"{name} cannot be read ({why}), expected a dense torch.strided tensor")
 
 
