@@ -1,5 +1,8 @@
 """What PyTorch has around its operators: counters, transforms, checkpoints, graphs of any lengths."""
 
+import functools
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +17,7 @@ from flashcore import (
     flex_attention,
     scaled_dot_product_attention,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 every_device = pytest.mark.parametrize("device", devices())
@@ -196,3 +200,136 @@ def test_transforms_that_are_refused():
         for transformed in (call, lambda q: torch.vmap(call)(q[None])):
             with pytest.raises(NotImplementedError, match=f"^{name} requires grad, expected"):
                 torch.func.grad(lambda q: transformed(q).sum())(q)
+
+
+# ---- what saves tensors, and what they are saved as ----------------------------------------------------
+
+
+@every_device
+def test_checkpoints_stop_early_and_tensors_are_saved_on_the_host(device):
+    q, k, v = three(device)
+    call = lambda q: flash_attn_func(q.sin(), k, v, causal=True).cos()
+    (expected,) = torch.autograd.grad(call(q).sum(), q)
+    for early in (True, False):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+            out = torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False)
+            assert torch.equal(torch.autograd.grad(out.sum(), q)[0], expected)
+    with torch.autograd.graph.save_on_cpu():
+        out = call(q)
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], expected)
+
+
+@every_device
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_policy_keeps_what_attention_gave(deterministic, device):
+    """A checkpoint computes attention again unless its policy names the operator."""
+    operators, seen = torch.ops.flashcore.attention_with_lse, []
+    kept = [operators.all if deterministic else operators.default]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def gradient(**policy):
+        seen.clear()
+        q, k, v = three(device)
+        call = lambda q: flash_attn_func(q.sin(), k, v, deterministic=deterministic).cos()
+        with Watch():
+            out = torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False, **policy)
+            out.sum().backward()
+        return q.grad, seen.count(kept[0])
+
+    expected, twice = gradient()
+    context = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
+    found, once = gradient(context_fn=context)
+    assert (twice, once) == (2, 1) and torch.equal(found, expected)
+
+
+def test_nested_tensors_are_refused_and_their_values_are_served():
+    parts = [random(length, 4, 16, seed=length) for length in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    for call in (
+        lambda: flash_attn_func(nested, nested, nested),
+        lambda: flash_attn_func(*[nested.detach().requires_grad_()] * 3),
+        lambda: scaled_dot_product_attention(*heads_first(nested, nested, nested)),
+    ):
+        with pytest.raises(
+            TypeError, match="^q[uery]* cannot be read .it is nested; of a jagged one flash_attn_varlen"
+        ):
+            call()
+    rows, starts = nested.values(), nested.offsets().int()
+    found = flash_attn_varlen_func(rows, rows, rows, starts, starts, 5, 5, causal=True)
+    expected = [flash_attn_func(*[part[None]] * 3, causal=True)[0] for part in parts]
+    assert torch.equal(found, torch.cat(expected))
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="PyTorch has no gloo"
+)
+def test_tensors_over_several_devices():
+    """PyTorch refuses a `DTensor` where nobody has said how an operator is spread; `local_map` says it."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import local_map
+
+    q, k, v = (x.detach() for x in three())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        heads, mesh = [Shard(2)], init_device_mesh("cpu", (1,))
+        spread = [distribute_tensor(x, mesh, heads).requires_grad_() for x in (q, k, v)]
+        with pytest.raises(NotImplementedError, match="flashcore.attention_with_lse.default does not have a sharding"):
+            flash_attn_func(*spread)
+        attention = local_map(flash_attn_func, out_placements=heads, in_placements=(heads,) * 3)
+        out = attention(*spread)
+        out.sum().backward()
+        assert torch.equal(out.full_tensor(), flash_attn_func(q, k, v))
+        same([x.grad.full_tensor() for x in spread], gradients(flash_attn_func, (q, k, v), torch.ones(2, 7, 4, 24)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- graphs of any lengths -----------------------------------------------------------------------------
+
+
+def starts(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+SIZES = ((2, 5, 7, 4), (3, 9, 11, 6), (4, 33, 65, 8))
+DYNAMIC = {
+    "plain": lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=(5, 0)),
+    "heads first": lambda q, k, v: scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True),
+    "masked": masked,
+    "packed": lambda q, k, v: flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),
+}
+
+
+@pytest.mark.parametrize("call", DYNAMIC.values(), ids=DYNAMIC)
+def test_one_graph_for_all_sizes(call):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, dynamic=True, fullgraph=True, backend=counter)
+    for batch, queries, keys, heads in SIZES:
+        tensors = [random(batch, length, heads, 16, seed=length) for length in (queries, keys, keys)]
+        out = compiled(*(x.clone().requires_grad_() for x in tensors))
+        assert torch.equal(out, call(*tensors))
+        same(gradients(compiled, tensors, out.detach()), gradients(call, tensors, out.detach()))
+    assert counter.frame_count <= 2, "compiled again for each size"
+
+
+def test_one_graph_for_sequences_of_any_lengths():
+    class Layer(torch.nn.Module):
+        def forward(self, rows, starts):
+            # As many as there are rows, which nobody has to know when the graph is made.
+            longest = rows.shape[0]
+            return flash_attn_varlen_func(rows, rows, rows, starts, starts, longest, longest, causal=True)
+
+    sizes = ((5, 7), (3, 9, 11, 6), (1,))
+    given = [(random(sum(lengths), 4, 16, seed=sum(lengths)), starts(lengths)) for lengths in sizes]
+    expected = [Layer()(*it) for it in given]
+    any_size = ({0: torch.export.Dim("rows", max=4096)}, {0: torch.export.Dim("starts", min=2, max=64)})
+    for strict in (False, True):
+        exported = torch.export.export(Layer(), given[0], dynamic_shapes=any_size, strict=strict).module()
+        assert all(torch.equal(exported(*it), one) for it, one in zip(given, expected))
+    compiled = torch.compile(Layer(), dynamic=True, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(compiled(*it), one) for it, one in zip(given, expected))
