@@ -18,7 +18,7 @@ from ._arguments import (
     shape_of,
     whole,
 )
-from ._installed import is_torch
+from ._installed import is_torch, torch
 
 try:
     from . import _torch as _torch
@@ -38,6 +38,8 @@ def _never() -> bool:
 
 is_compiling = _never if _torch is None else _torch.is_compiling
 _Tensor = None if _torch is None else _torch.Tensor
+# In what `torch.export` records, numbers may be symbols.
+_NUMBERS: Any = int if torch is None else (int, torch.SymInt)
 
 
 # Computes attention for the public functions; returns the output, or output and log-sum-exps. Trailing tensors
@@ -403,7 +405,7 @@ def flash_attn_with_kvcache(
         name = "page_table" if block_table is None else "block_table"
         page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
     # Whether a tensor is an `int` takes long to find out.
-    if type(cache_seqlens) is not _Tensor and isinstance(cache_seqlens, int):
+    if type(cache_seqlens) is not _Tensor and isinstance(cache_seqlens, _NUMBERS):
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))

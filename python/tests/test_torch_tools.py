@@ -306,8 +306,10 @@ DYNAMIC = {
 
 @pytest.mark.parametrize("call", DYNAMIC.values(), ids=DYNAMIC)
 def test_one_graph_for_all_sizes(call):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, dynamic=True, fullgraph=True, backend=counter)
     for batch, queries, keys, heads in SIZES:
         tensors = [random(batch, length, heads, 16, seed=length) for length in (queries, keys, keys)]
@@ -333,3 +335,16 @@ def test_one_graph_for_sequences_of_any_lengths():
         assert all(torch.equal(exported(*it), one) for it, one in zip(given, expected))
     compiled = torch.compile(Layer(), dynamic=True, fullgraph=True, backend="aot_eager")
     assert all(torch.equal(compiled(*it), one) for it, one in zip(given, expected))
+
+
+def test_one_graph_for_caches_of_any_size():
+    class Layer(torch.nn.Module):
+        def forward(self, q, cache):
+            return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=cache.shape[1] - 1, causal=True)
+
+    given = [(random(2, 3, 4, 16), random(2, size, 2, 16, seed=size)) for size in (9, 17)]
+    expected = [Layer()(*it) for it in given]
+    any_size = (None, {1: torch.export.Dim("size", min=4, max=4096)})
+    for strict in (False, True):
+        exported = torch.export.export(Layer(), given[0], dynamic_shapes=any_size, strict=strict).module()
+        assert all(torch.equal(exported(*it), one) for it, one in zip(given, expected))
