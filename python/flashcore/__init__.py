@@ -28,6 +28,7 @@ except ImportError as error:
         "`pip install .`, and start Python in another folder than this one's parent"
     ) from None
 
+from ._arguments import NO_RULES as _NO_RULES
 from ._arguments import by_keyword as _by_keyword
 from ._arguments import either as _either
 from ._arguments import flag as _flag
@@ -568,8 +569,7 @@ def _masked(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, sc
     if _flag("is_causal", is_causal):
         raise ValueError("attn_mask was given with is_causal=True, expected one of the two")
     rules = _causal_bias(attn_mask, query, key) or _mask_rules(attn_mask, query, key)
-    numbers = (scale, False, (-1, -1), 0, 0.0, None, None)
-    tensors = (query, key, value)
+    numbers, tensors = (scale, *_NO_RULES), (query, key, value)
     return _attend_with_rules(tensors, numbers, "scaled_dot_product_attention", False, rules, deterministic)
 
 

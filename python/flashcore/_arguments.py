@@ -21,6 +21,9 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
+# What a call has beyond the scale where tensors or functions say which keys are seen and what becomes of scores.
+NO_RULES = (False, (-1, -1), 0, 0.0, None, None)
+
 # Why some are not served.
 _REASONS = {
     "dropout_p": "which probabilities were dropped would have to be drawn again, alike, in the backward "
@@ -119,6 +122,12 @@ def shape_of(value: Any) -> Any:
         return shape if len(shape) >= 0 else None
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+def name_of_type(dtype: Any) -> str:
+    """Returns the name of an element type without that of its library."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).rpartition(".")[2]
 
 
 def whole(name: str, value: Any) -> int:

@@ -11,13 +11,10 @@ from typing import Any
 
 from . import _arrays
 from ._arguments import shape_of
+from ._installed import is_torch, torch
 
-try:
-    import torch
-
+if torch is not None:
     from . import _torch
-except ModuleNotFoundError:
-    torch = None  # type: ignore[assignment,unused-ignore]
 
 
 def four_dimensions(
@@ -57,7 +54,7 @@ def four_dimensions(
 
 def _are_of_a_kind(tensors: tuple[Any, ...]) -> bool:
     """Returns whether all tensors are PyTorch's, or all are arrays whose library can broadcast them."""
-    of_torch = [torch is not None and isinstance(tensor, torch.Tensor) for tensor in tensors]
+    of_torch = list(map(is_torch, tensors))
     return all(of_torch) or (not any(of_torch) and all(map(_arrays.can_expand, tensors)))
 
 
@@ -93,6 +90,6 @@ def _mask(attn_mask: Any, batch: tuple[int, ...]) -> Any:
 def _expanded(tensor: Any, shape: tuple[int, ...]) -> Any:
     if tuple(tensor.shape) == shape:
         return tensor
-    if torch is not None and isinstance(tensor, torch.Tensor):
+    if is_torch(tensor):
         return tensor.expand(shape)
     return _arrays.expanded(tensor, shape)

@@ -15,11 +15,7 @@ from typing import Any
 
 from . import _arrays
 from ._arguments import shape_of
-
-try:
-    import torch
-except ModuleNotFoundError:
-    torch = None  # type: ignore[assignment,unused-ignore]
+from ._installed import is_torch, torch
 
 _MULTIPLE, WIDEST = 8, 256
 _told: set[str] = set()
@@ -123,14 +119,14 @@ def _can_be_copied(tensor: Any) -> bool:
     """Returns whether the tensor's library has the functions that copying needs."""
     if not shape_of(tensor):
         return False
-    if _is_torch(tensor):
+    if is_torch(tensor):
         return bool(tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized)
     return _arrays.can_copy(tensor)
 
 
 def _check_out(out: Any, like: Any, shape: tuple[int, ...]) -> None:
     """Refuses an ``out`` of another shape or type: results are neither broadcast nor rounded."""
-    if _is_torch(out) != _is_torch(like) or not _can_be_copied(out):
+    if is_torch(out) != is_torch(like) or not _can_be_copied(out):
         raise TypeError(f"out is a {type(out)}, expected a tensor like the others")
     if tuple(out.shape) != shape:
         raise ValueError(f"out has shape {list(out.shape)}, expected {list(shape)}")
@@ -145,11 +141,11 @@ def check_writable(name: str, tensor: Any) -> None:
     _arrays.check_mutable(name, tensor)
     if not getattr(getattr(tensor, "flags", None), "writeable", True):
         raise ValueError(f"{name} is read-only, expected an array that can be written")
-    steps = tensor.stride() if _is_torch(tensor) else getattr(tensor, "strides", ())
+    steps = tensor.stride() if is_torch(tensor) else getattr(tensor, "strides", ())
     if 0 in tensor.shape:
         return
     # In elements for PyTorch, in bytes for NumPy.
-    within = 1 if _is_torch(tensor) else tensor.dtype.itemsize
+    within = 1 if is_torch(tensor) else tensor.dtype.itemsize
     for step, size in sorted((abs(step), size) for size, step in zip(tensor.shape, steps) if size > 1):
         # A stride shorter than the extent of the smaller strides leads to an element seen before.
         if step < within:
@@ -167,7 +163,7 @@ def _gaps(tensor: Any) -> bool:
     shape: Any = getattr(tensor, "shape", ())
     if not len(shape) or shape[-1] < 2 or 0 in shape:
         return False
-    if _is_torch(tensor):
+    if is_torch(tensor):
         return bool(tensor.stride(-1) != 1)
     strides = getattr(tensor, "strides", None)
     return bool(strides and strides[-1] != tensor.dtype.itemsize)
@@ -177,7 +173,7 @@ def _side_by_side(tensor: Any) -> Any:
     if not _gaps(tensor):
         return tensor
     _tell("the last dimension of a tensor is not contiguous: it is copied in each call")
-    return _copied(tensor.contiguous if _is_torch(tensor) else functools.partial(tensor.copy, order="C"))
+    return _copied(tensor.contiguous if is_torch(tensor) else functools.partial(tensor.copy, order="C"))
 
 
 def _copied(copy: Callable[[], Any]) -> Any:
@@ -203,7 +199,7 @@ def fill(tensor: Any) -> Any:
     if missing == 0:
         return tensor
     _tell(f"head dim {dim} is no multiple of 8: tensors are copied into larger ones in each call")
-    if not _is_torch(tensor):
+    if not is_torch(tensor):
         return _arrays.pad(tensor, missing)
     if tensor.dtype.itemsize == 1:
         bits = tensor.view(torch.uint8)
@@ -213,13 +209,9 @@ def fill(tensor: Any) -> Any:
 
 def join(tensors: list[Any]) -> Any:
     """Concatenates tensors along the last dimension."""
-    if _is_torch(tensors[0]):
+    if is_torch(tensors[0]):
         return torch.cat(tensors, -1)
     return _arrays.join(tensors)
-
-
-def _is_torch(tensor: Any) -> bool:
-    return torch is not None and isinstance(tensor, torch.Tensor)
 
 
 def _tell(text: str) -> None:

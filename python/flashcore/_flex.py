@@ -10,7 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from . import _arrays, _copies, _flashcore, _patterns
-from ._arguments import flag, refusal, shape_of, shown, whole
+from ._arguments import NO_RULES, flag, refusal, shape_of, shown, whole
 from ._serving import is_compiling
 from ._trace import check_arguments, check_contents, trace
 
@@ -20,8 +20,6 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     _flex_torch = None  # type: ignore[assignment]
-
-NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 class AuxRequest(NamedTuple):
@@ -74,7 +72,10 @@ def flex_attention(
     """
     if is_compiling():
         # Functions are traced outside of what is compiled.
-        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux=return_aux)
+        from ._outside import call
+
+        arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return call(flex_attention, *arguments, return_aux=return_aux)
     if return_aux is not None:
         if not hasattr(return_aux, "lse"):
             raise TypeError(f"return_aux is a {type(return_aux)}, expected an AuxRequest")
@@ -98,10 +99,7 @@ def flex_attention(
     if score_mod is not None:
         score, captured = trace("score", "score_mod", score_mod)
         tensors = (*tensors, *captured)
-    return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
-
-
-_outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attention)
+    return attend((query, key, value), (scale, *NO_RULES), "flex_attention", return_lse, (mask, score, tensors, blocks))
 
 
 def attend(

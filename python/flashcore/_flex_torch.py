@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from . import _captured, _flashcore, _torch
-from ._arguments import shown
+from . import _captured, _flashcore, _flops, _torch, _transforms
+from ._arguments import NO_RULES, shown
 from ._gradients import NAMESPACE, operators, with_gradients
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function, int blocks"
@@ -45,10 +45,6 @@ def device_of(name: str, device: Any) -> Any:
 # What a mask says of pairs and of blocks of them.
 pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
 refuse_odd = _torch.refuse_odd
-# Makes a function that PyTorch's compiler leaves alone.
-outside = torch.compiler.disable
-# What a call has beyond the scale.
-_NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
 def attend(
@@ -61,15 +57,25 @@ def attend(
 ) -> Any:
     """Computes attention with functions through the dispatcher."""
     mask, score, captured, blocks = rules
-    captured_names = ("attn_mask" if function == "scaled_dot_product_attention" else "a captured tensor",)
-    _torch.refuse_tangents(("query", "key", "value", *captured_names * len(captured)), (*tensors, *captured))
-    if not _torch.is_compiling() and _torch.is_recorded(*tensors, *captured):
-        _torch._refuse_transformations((*tensors, *captured))
+    name = "attn_mask" if function == "scaled_dot_product_attention" else "a captured tensor"
+    _torch.refuse_tangents(("query", "key", "value", *(name,) * len(captured)), (*tensors, *captured))
+    if _transforms.is_differentiating((*tensors, *captured)) and any(map(_transforms.requires_grad, captured)):
+        raise NotImplementedError(
+            f"{name} requires grad under a transform of torch.func, expected a tensor that does not: its gradients are "
+            "those of torch.autograd"
+        )
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    result = operators.attention_with_rules(
-        *tensors, numbers[0], *texts, list(captured), function, _number(blocks), deterministic
+    result = _transforms.call(
+        operators.attention_with_rules.default,
+        *tensors,
+        numbers[0],
+        *texts,
+        list(captured),
+        function,
+        _number(blocks),
+        deterministic,
     )
     return result if lse else result[0]
 
@@ -150,7 +156,7 @@ def _forward(
     deterministic: bool,
 ) -> Any:
     rules = (_rule(mask), _rule(score), tuple(captured), _known.get(blocks))
-    return _flashcore.attend((q, k, v), (scale, *_NUMBERS), function, True, "dispatcher", rules)
+    return _flashcore.attend((q, k, v), (scale, *NO_RULES), function, True, "dispatcher", rules)
 
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> Any:
@@ -185,7 +191,7 @@ def _backward(
     gradients = tuple(make(it) for it in (q, k, v))
     if not nothing:
         _flashcore.attend_backward(
-            (q, k, v), (scale, *_NUMBERS), function, (out, lse, dout, dlse), gradients, deterministic, rules
+            (q, k, v), (scale, *NO_RULES), function, (out, lse, dout, dlse), gradients, deterministic, rules
         )
     return gradients
 
@@ -208,13 +214,30 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
     # As the arguments are: captured tensors are a list.
     gradients: Any = (None, None, None)
     of_captured: list[Any] = [None] * len(captured)
-    wanted = list(ctx.needs_input_grad[6])
+    needed = ctx.needs_input_grad[6]
+    # Under transforms the list is one argument, of tensors without gradients.
+    is_list = not isinstance(needed, bool)
+    wanted = list(needed) if is_list else []
     scale, mask, score, function, blocks, deterministic = ctx.call
     if dout is not None or dlse is not None:
         _, _, dout, _ = with_gradients(out, lse, dout, dlse)
         if any(ctx.needs_input_grad[:3]):
-            gradients = operators.attention_with_rules_backward(
-                dout, q, k, v, out, lse, dlse, scale, mask, score, captured, function, blocks, deterministic
+            gradients = _transforms.call(
+                operators.attention_with_rules_backward.default,
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                dlse,
+                scale,
+                mask,
+                score,
+                captured,
+                function,
+                blocks,
+                deterministic,
             )
         if any(wanted):
             saved = (dout, q, k, v, out, lse, dlse)
@@ -226,7 +249,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
                 made = [it for it in of_captured if it is not None]
                 once = iter(_Once.apply(len(made), *made, dout, dlse, q, k, v, *captured))
                 of_captured = [None if it is None else next(once) for it in of_captured]
-    return *gradients, None, None, None, of_captured, None, None, None
+    return *gradients, None, None, None, of_captured if is_list else None, None, None, None
 
 
 def _refuse_second(ctx: Any, *_: Any) -> Any:
@@ -243,25 +266,6 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
     backward = staticmethod(_refuse_second)
 
 
-def _vectorize(operator: Any) -> Any:
-    """Returns the ``torch.vmap`` rule of an operator: one call after the other, since functions know the batch
-    entry that they are called for."""
-
-    def chosen(argument: Any, at: Any, index: int) -> Any:
-        if isinstance(argument, (list, tuple)):
-            return [chosen(it, where, index) for it, where in zip(argument, at or [None] * len(argument))]
-        return argument if at is None else argument.select(at, index)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        results = []
-        for index in range(info.batch_size):
-            results.append(operator(*(chosen(it, at, index) for it, at in zip(arguments, in_dims))))
-        stacked = tuple(torch.stack(same) for same in zip(*results))
-        return stacked, (0,) * len(stacked)
-
-    return rule
-
-
 for _name, _run, _fake in (
     ("attention_with_rules", _forward, _fake_forward),
     ("attention_with_rules_backward", _backward, _fake_backward),
@@ -269,8 +273,6 @@ for _name, _run, _fake in (
     for _key in ("CPU", "CUDA"):
         _torch._library.impl(_name, _run, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_torch._library)
-    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _vectorize(getattr(operators, _name)), lib=_torch._library)
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
-)
-torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)
+_transforms.register(operators.attention_with_rules.default, _differentiate, _remember, 0, _torch._library)
+_transforms.register(operators.attention_with_rules_backward.default, _refuse_second, None, 0, _torch._library)
+_flops.register_with_rules(operators)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import _flashcore
+from . import _flashcore, _transforms
 from ._arguments import rows_of_sequences, window
 
 # The operators are named after the package, since a process may have two of it: one may come from a
@@ -234,7 +234,8 @@ def _by_operator(saved: tuple[Any, Any, Any, Any], tensors: Any, call: tuple[Any
     if _has_sinks_alone(tensors, lists):
         return _without_keys(saved, tensors, lists, needed)
     out, lse, dout, dlse = saved
-    found = iter(operators.attention_backward(dout, *tensors, out, lse, dlse, *call, list(needed)))
+    backward = operators.attention_backward.default
+    found = iter(_transforms.call(backward, dout, *tensors, out, lse, dlse, *call, list(needed)))
     return [next(found) if need else None for need in needed]
 
 
@@ -285,7 +286,7 @@ def differentiate(ctx: Any, dout: Any, dlse: Any = None) -> Any:
     call = (*ctx.numbers, *lists, *ctx.rest)
     if lse is None:
         # The operator without log-sum-exps was called, so none were saved.
-        _, lse = operators.attention_with_lse.all(q, k, v, *call)
+        _, lse = _transforms.call(operators.attention_with_lse.all, q, k, v, *call)
     saved = with_gradients(out, lse, dout, dlse)
     gradients = _by_operator(saved, (q, k, v), call, needed)
     answer[:3] = gradients[:3]
@@ -300,43 +301,3 @@ def refuse_second(ctx: Any, *_: Any) -> Any:
         "FlashCore has no second derivatives: the gradients of attention cannot be differentiated; "
         "leave out create_graph=True, or use PyTorch's attention with SDPBackend.MATH there"
     )
-
-
-def vectorize(operator: Any, batches: int) -> Any:
-    """Returns the ``torch.vmap`` rule of an operator whose first ``batches`` tensors have a batch
-    dimension."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        size = info.batch_size
-        tensors, others = arguments[:batches], arguments[batches:]
-        alone = [isinstance(other, torch.Tensor) for other in others]
-        if not any(alone):
-            # Fold the mapped dimension into the batch.
-            folded = (_fold(it, at, size) for it, at in zip(tensors, in_dims))
-            result = operator(*folded, *others)
-            return _each(result, lambda it: it.unflatten(0, (size, it.shape[0] // size)))
-        results = []
-        for index in range(size):
-            one = (it if at is None else it.select(at, index) for it, at in zip(arguments, in_dims))
-            results.append(operator(*one))
-        if isinstance(results[0], torch.Tensor):
-            return torch.stack(results), 0
-        return _each([torch.stack(same) for same in zip(*results)], lambda it: it)
-
-    return rule
-
-
-def _fold(tensor: Any, at: int | None, size: int) -> Any:
-    if tensor is None:
-        return None
-    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if at is None else tensor.movedim(at, 0)
-    return tensor.flatten(0, 1)
-
-
-def _each(result: Any, change: Any) -> Any:
-    """A result of a rule, and where its new dimensions are."""
-    if isinstance(result, torch.Tensor):
-        return change(result), 0
-    changed = [change(it) for it in result]
-    dimensions = [0] * len(changed)
-    return (changed, dimensions) if isinstance(result, list) else (tuple(changed), tuple(dimensions))

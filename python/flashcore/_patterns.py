@@ -9,13 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._arguments import shape_of, shown
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    torch = None
+from ._installed import is_torch, torch
 
 # What a byte says of a pair of blocks.
 _BY_MASK, _WHOLE = 1, 2
@@ -58,7 +52,7 @@ def of_rows(indptr: Any, indices: Any, size: tuple[int, int], counts: tuple[int,
     (rows, keys), entries = size, indices.shape[0]
     if not entries:
         mask = None
-    if torch is not None and isinstance(indices, torch.Tensor):
+    if is_torch(indices):
         number = torch.arange(entries, device=indices.device)
         row = torch.searchsorted(indptr[1:].contiguous().long(), number, right=True)
         place = torch.zeros(counts[0] * counts[1] + 1, dtype=torch.int32, device=indices.device)
@@ -87,10 +81,10 @@ _WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8")
 def check_list(name: str, given: Any, rank: int, like: Any, types: tuple[str, ...] = _WHOLE_NUMBERS) -> None:
     """Refuses what is no tensor of whole numbers of PyTorch's or NumPy's, as another one is."""
     shape = shape_of(given)
-    library = torch if torch is not None and isinstance(given, torch.Tensor) else None
+    library = torch if is_torch(given) else None
     if shape is None or (library is None and type(given).__module__ != "numpy"):
         raise TypeError(f"{name} is a {type(given)}, expected a tensor of PyTorch's or an array of NumPy's")
-    if (library is None) != (torch is None or not isinstance(like, torch.Tensor)):
+    if is_torch(given) != is_torch(like):
         raise TypeError(f"{name} is a {type(given)}, expected a {type(like)} like the others")
     if library is not None and given.device != like.device:
         raise ValueError(f"{name} is on {given.device}, expected {like.device} like the others")
@@ -116,7 +110,7 @@ def check_bounds(name: str, indices: Any, end: int, counts: Any = None) -> None:
     if getattr(indices, "is_cuda", False) or getattr(indices, "is_meta", False):
         return
     if counts is not None:
-        library = torch if torch is not None and isinstance(indices, torch.Tensor) else __import__("numpy")
+        library = torch if is_torch(indices) else __import__("numpy")
         indices = indices[library.arange(indices.shape[3]) < counts[..., None]]
     if 0 in indices.shape:
         return
@@ -126,7 +120,7 @@ def check_bounds(name: str, indices: Any, end: int, counts: Any = None) -> None:
 
 
 def _nothing(like: Any, shape: tuple[int, ...]) -> Any:
-    if torch is not None and isinstance(like, torch.Tensor):
+    if is_torch(like):
         return torch.zeros(shape, dtype=torch.uint8, device=like.device)
     import numpy
 
@@ -136,7 +130,7 @@ def _nothing(like: Any, shape: tuple[int, ...]) -> Any:
 def _with(states: Any, counts: Any, indices: Any, state: int) -> Any:
     """Marks the first blocks of each list with a state."""
     columns, room = states.shape[3], indices.shape[3]
-    if torch is not None and isinstance(indices, torch.Tensor):
+    if is_torch(indices):
         counted = torch.arange(room, device=indices.device) < counts[..., None]
         counted = counted & (indices >= 0) & (indices < columns)
         # What does not count goes to a column that is cut off.

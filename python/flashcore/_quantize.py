@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from ._arguments import shape_of, shown, whole
+from ._arguments import name_of_type, shape_of, shown, whole
 from ._arrays import _namespace
+from ._installed import is_torch, torch
 
 # The largest number of each type.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -72,7 +72,7 @@ def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None
     shape = tuple(1 if axis in axes else size for axis, size in enumerate(grouped.shape))
     small = _cast((grouped * (1.0 / factors.reshape(shape))).reshape(x.shape), kind, _LARGEST[name])
     # A number is no array to NumPy.
-    return small, factors if _is_torch(x) else _namespace(x).asarray(factors)
+    return small, factors if is_torch(x) else _namespace(x).asarray(factors)
 
 
 def quantize_kv(k: Any, v: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head") -> Any:
@@ -123,13 +123,13 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     """
     _check("x", x, _LARGEST)
     _check("descale", descale)
-    if _is_torch(x) != _is_torch(descale):
+    if is_torch(x) != is_torch(descale):
         raise TypeError(f"descale is a {type(descale)}, expected a tensor like x")
-    if _is_torch(x) and x.device != descale.device:
+    if is_torch(x) and x.device != descale.device:
         raise ValueError(f"descale is on {descale.device}, expected {x.device} like x")
     if len(x.shape) not in (3, 4):
         raise ValueError(f"x has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
-    if not _is_torch(x):
+    if not is_torch(x):
         # NumPy's matrices multiply otherwise.
         x, descale = _namespace(x).asarray(x), _namespace(x).asarray(descale)
     wide, descale, shape = _float32(x), _float32(descale), tuple(descale.shape)
@@ -153,7 +153,7 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     if dtype is None:
         return result
     try:
-        return result.to(dtype=dtype) if _is_torch(x) else result.astype(dtype)
+        return result.to(dtype=dtype) if is_torch(x) else result.astype(dtype)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"dtype={shown(dtype)} is no element type of numbers ({error}), expected one of the library of x"
@@ -163,9 +163,8 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
 def _check(name: str, x: Any, kinds: Any = ()) -> None:
     """Refuses anything but a tensor of floating-point numbers, or of the other named kinds."""
     shape, dtype = shape_of(x), getattr(x, "dtype", None)
-    torch = sys.modules.get("torch")
-    odd = torch is not None and isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_quantized)
-    known = _is_torch(x) or (hasattr(x, "__dlpack__") and hasattr(_namespace(x), "asarray"))
+    odd = is_torch(x) and (x.layout is not torch.strided or x.is_quantized)
+    known = is_torch(x) or (hasattr(x, "__dlpack__") and hasattr(_namespace(x), "asarray"))
     if shape is None or dtype is None or odd or not known:
         raise TypeError(f"{name} is a {type(x)}, expected a dense tensor")
     if any(kind.__name__ == "MaskedArray" for kind in type(x).__mro__):
@@ -175,20 +174,14 @@ def _check(name: str, x: Any, kinds: Any = ()) -> None:
         raise TypeError(f"{name} has element type {dtype}, expected one of {expected}")
 
 
-def _is_torch(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
 def _type(x: Any, dtype: Any) -> tuple[str, Any]:
     """Returns the name of an 8-bit type, and the type in the library of a tensor."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     # What tensors hold does not matter, and some cannot be printed.
-    name = shown(dtype) if hasattr(dtype, "__dlpack__") else str(name or dtype).rpartition(".")[2]
+    name = shown(dtype) if hasattr(dtype, "__dlpack__") else name_of_type(dtype)
     if name not in _LARGEST:
         raise ValueError(f"dtype={name}, expected float8_e4m3fn, float8_e5m2 or int8")
-    if _is_torch(x):
-        return name, getattr(sys.modules["torch"], name)
+    if is_torch(x):
+        return name, getattr(torch, name)
     namespace = _namespace(x)
     if hasattr(namespace, name):
         return name, getattr(namespace, name)
@@ -198,23 +191,23 @@ def _type(x: Any, dtype: Any) -> tuple[str, Any]:
 
 
 def _float32(x: Any) -> Any:
-    return x.float() if _is_torch(x) else x.astype("float32")
+    return x.float() if is_torch(x) else x.astype("float32")
 
 
 def _largest(x: Any, axes: tuple[int, ...]) -> Any:
     """Returns the largest numbers over some dimensions; zero if these are empty."""
-    if _is_torch(x):
+    if is_torch(x):
         return x.amax(axes) if x.numel() else x.sum(axes)
     return x.max(axis=axes) if x.size else x.sum(axis=axes)
 
 
 def _least(x: Any) -> Any:
-    return x.clamp(min=_LEAST) if _is_torch(x) else _namespace(x).maximum(x, _number(_LEAST, x))
+    return x.clamp(min=_LEAST) if is_torch(x) else _namespace(x).maximum(x, _number(_LEAST, x))
 
 
 def _number(value: float, like: Any) -> Any:
     """Returns a float32 number, so that products stay in float32."""
-    return value if _is_torch(like) else like.dtype.type(value)
+    return value if is_torch(like) else like.dtype.type(value)
 
 
 def rounded(x: Any, kind: Any) -> Any:
@@ -226,8 +219,8 @@ def _cast(x: Any, kind: Any, largest: float) -> Any:
     """Casts with rounding and clamps to the largest number of the type: libraries differ there."""
     if largest == _LARGEST["int8"]:
         # Integers are cut off behind the point, and what NaN becomes is nobody's promise.
-        x = x.round().nan_to_num(nan=0.0) if _is_torch(x) else _namespace(x).nan_to_num(_namespace(x).rint(x), nan=0.0)
-    if _is_torch(x):
+        x = x.round().nan_to_num(nan=0.0) if is_torch(x) else _namespace(x).nan_to_num(_namespace(x).rint(x), nan=0.0)
+    if is_torch(x):
         return x.clamp(-largest, largest).to(kind)
     return _namespace(x).clip(x, _number(-largest, x), _number(largest, x)).astype(kind)
 
@@ -236,4 +229,4 @@ def _repeated(descale: Any, group: int) -> Any:
     """Repeats the factors of key heads for the query heads that share them."""
     if group == 1:
         return descale
-    return descale.repeat_interleave(group, -1) if _is_torch(descale) else descale.repeat(group, axis=-1)
+    return descale.repeat_interleave(group, -1) if is_torch(descale) else descale.repeat(group, axis=-1)

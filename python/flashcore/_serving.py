@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import by_keyword, check_rows, either, flag, hints, invariant, rarely, refuse, shape_of, whole
+from ._arguments import (
+    by_keyword,
+    check_rows,
+    either,
+    flag,
+    hints,
+    invariant,
+    name_of_type,
+    rarely,
+    refuse,
+    shape_of,
+    whole,
+)
+from ._installed import is_torch, torch
 
 try:
     from . import _torch as _torch
@@ -25,6 +38,8 @@ def _never() -> bool:
 
 is_compiling = _never if _torch is None else _torch.is_compiling
 _Tensor = None if _torch is None else _torch.Tensor
+# In what `torch.export` records, numbers may be symbols.
+_NUMBERS: Any = int if torch is None else (int, torch.SymInt)
 
 
 # Computes attention for the public functions; returns the output, or output and log-sum-exps. Trailing tensors
@@ -71,7 +86,7 @@ def widen(numbers: Any) -> Any:
     """Converts slopes and sinks, which may have 16 bits, to float32, as the kernels read them."""
     if numbers is None:
         return None
-    if _torch is not None and _torch.is_tensor(numbers):
+    if is_torch(numbers):
         return _torch.widen(numbers)
     return _arrays.widen(numbers)
 
@@ -390,7 +405,7 @@ def flash_attn_with_kvcache(
         name = "page_table" if block_table is None else "block_table"
         page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
     # Whether a tensor is an `int` takes long to find out.
-    if type(cache_seqlens) is not _Tensor and isinstance(cache_seqlens, int):
+    if type(cache_seqlens) is not _Tensor and isinstance(cache_seqlens, _NUMBERS):
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
@@ -499,7 +514,7 @@ def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
     count = table.shape[0]
     if count == 0 and rows.shape[0] > 0:
         raise ValueError(f"{name} has no rows, expected those of cache_batch_idx")
-    if _torch is not None and _torch.is_tensor(table) and _torch.is_tensor(rows):
+    if is_torch(table) and is_torch(rows):
         return _torch.chosen_rows(name, table, rows)
     if _arrays.is_in_host_memory(rows):
         check_rows(name, rows.tolist(), count)
@@ -543,7 +558,7 @@ def _check_integers(name: str, tensor: Any) -> None:
     shape, dtype = shape_of(tensor), getattr(tensor, "dtype", None)
     if shape is None or dtype is None:
         raise TypeError(f"{name} is a {type(tensor)}, expected a tensor of int32")
-    if _name(dtype) != "int32" or not getattr(dtype, "isnative", True):
+    if name_of_type(dtype) != "int32" or not getattr(dtype, "isnative", True):
         raise TypeError(f"{name} has element type {dtype}, expected int32")
     if any(kind.__name__ == "MaskedArray" for kind in type(tensor).__mro__):
         raise TypeError(f"{name} is a masked array, expected one without a mask: what it hides would be seen")
@@ -568,7 +583,7 @@ def _full(name: str, count: int, value: int, first: str, like: Any) -> Any:
     """Returns a list of equal numbers for an argument, on the device of another tensor."""
     if not -(2**31) <= value < 2**31:
         raise ValueError(f"{name}={value}, expected a number of 32 bits")
-    if _torch is not None and _torch.is_tensor(like):
+    if is_torch(like):
         return _torch.full(count, value, like)
     if not hasattr(like, "__dlpack__"):
         raise TypeError(f"{first} is a {type(like)}, expected a tensor with __dlpack__")
@@ -681,7 +696,7 @@ def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_
 def _check_sliceable(name: str, tensor: Any) -> None:
     """Refuses anything but a tensor of a library whose arrays can be indexed and that imports
     results."""
-    if _torch is not None and _torch.is_tensor(tensor):
+    if is_torch(tensor):
         _torch.refuse_odd(name, tensor)
     elif shape_of(tensor) is None or not hasattr(tensor, "__dlpack__") or not _arrays.can_copy(tensor):
         raise TypeError(f"{name} is a {type(tensor)}, expected a tensor")
@@ -703,7 +718,7 @@ def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> An
         return _copies.join(outputs) if out is None else out, lse
     if not _copies.is_kernels(dim):
         if out is not None:
-            if _torch is not None and _torch.is_tensor(out):
+            if is_torch(out):
                 _torch.refuse_unwritable("out", out)
             _copies.check_writable("out", out)
         into = None if out is None else _copies.fill(out)
@@ -712,7 +727,7 @@ def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> An
             return output[..., :dim], lse
         out[...] = output[..., :dim]
         return out, lse
-    name = None if out_dtype is None else _name(out_dtype)
+    name = None if out_dtype is None else name_of_type(out_dtype)
     tensors = (out_partial, lse_partial, out)
     if is_compiling():
         result = _torch.combine(tensors, out_dtype)
@@ -781,9 +796,3 @@ def _merge(*tensors: Any) -> Any:
     if result is NotImplemented or result is ...:
         return _torch.merge(tensors)
     return result
-
-
-def _name(dtype: Any) -> str:
-    """Returns the name of an element type without that of its library."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    return str(name).rpartition(".")[2]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from . import _flashcore, _gradients
-from ._arguments import check_rows, shown, window
+from . import _flashcore, _flops, _gradients, _transforms
+from ._arguments import check_rows, name_of_type, shown, window
 
 _flashcore.adopt_torch(torch)
 
@@ -205,16 +205,17 @@ for _overload, _tensors in (
 ):
     _derivative = _gradients.differentiate if _tensors == 3 else _gradients.refuse_second
     _remember = _gradients.remember if _tensors == 3 else None
-    torch.library.register_autograd(_overload, _derivative, setup_context=_remember, lib=_library)
-    torch.library.register_vmap(_overload, _gradients.vectorize(_overload, _tensors), lib=_library)
+    _transforms.register(_overload, _derivative, _remember, _tensors, _library)
+_flops.register(_gradients.operators)
 
 
 def is_recorded(*tensors: Any) -> bool:
-    """Returns whether autograd records operations on these tensors."""
+    """Returns whether autograd records operations on these tensors, or a transform differentiates them."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 return True
+        return _transforms.are_active() and any(map(_transforms.requires_grad, tensors))
     return False
 
 
@@ -242,16 +243,14 @@ def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, ls
         _refuse_small(tensors, function)
         if tensors[9] is not None:
             raise NotImplementedError(_PAGES)
-        if not is_compiling():
-            _refuse_transformations(tensors)
     operator = _gradients.operators.attention_with_lse if lse or recorded else _gradients.operators.attention
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     numbers = _gradients.flat(numbers)
     few = function == plain and numbers[2:] == others and all(list is None for list in tensors[3:])
     if few and not (recorded and deterministic):
-        result = operator.default(*tensors[:3], *numbers[:2])
+        result = _transforms.call(operator.default, *tensors[:3], *numbers[:2])
     else:
-        result = operator.all(*tensors[:3], *numbers, *tensors[3:], function, deterministic)
+        result = _transforms.call(operator.all, *tensors[:3], *numbers, *tensors[3:], function, deterministic)
     return result[0] if recorded and not lse else result
 
 
@@ -342,25 +341,13 @@ def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
     )
 
 
-def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
-    """Refuses function transforms that PyTorch's registered operators do not support."""
-    if any(tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
-        raise NotImplementedError(
-            "torch.func.grad and its kin are not supported, expected torch.autograd; torch.vmap is"
-        )
-
-
 def refuse_tangents(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
     """Refuses tensors of forward-mode differentiation, since their tangents would be lost."""
     if is_compiling() or torch.autograd.forward_ad._current_level < 0:
         return
     for name, tensor in zip(names, tensors):
         if isinstance(tensor, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{name} has a tangent, expected a tensor without: FlashCore has no forward-mode derivatives "
-                "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or PyTorch's attention with "
-                "SDPBackend.MATH"
-            )
+            raise NotImplementedError(f"{name} has a tangent, expected a tensor without: {_transforms.NO_FORWARD_MODE}")
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
@@ -389,7 +376,7 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
     out_partial, lse_partial, out = tensors
     if dtype is not None and not isinstance(dtype, torch.dtype):
         # NumPy's, or a name.
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+        name = name_of_type(dtype)
         if getattr(torch, name, None) not in _FLOATS:
             raise TypeError(f"out_dtype={shown(dtype)}, expected float16, bfloat16 or float32")
         dtype = getattr(torch, name)
@@ -471,13 +458,9 @@ def refuse_odd(name: str, thing: Any) -> None:
     if not isinstance(thing, torch.Tensor):
         return
     if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
-        why = (
-            "it is nested"
-            if thing.is_nested
-            else "it is quantized"
-            if thing.is_quantized
-            else f"its layout is {thing.layout}"
-        )
+        why = "it is quantized" if thing.is_quantized else f"its layout is {thing.layout}"
+        if thing.is_nested:
+            why = "it is nested; of a jagged one flash_attn_varlen_func takes values() and offsets().int()"
         raise TypeError(f"{name} cannot be read ({why}), expected a dense torch.strided tensor")
 
 
@@ -488,11 +471,6 @@ def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"{name} stands for other numbers than its memory has, expected one that can be written: clone it"
         )
-
-
-def is_tensor(thing: Any) -> bool:
-    """Returns whether something is a PyTorch tensor."""
-    return isinstance(thing, torch.Tensor)
 
 
 def full(count: int, value: int, like: Any) -> Any:

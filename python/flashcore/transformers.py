@@ -22,7 +22,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from . import flash_attn_func, flash_attn_varlen_func
-from ._arguments import refusal
+from ._arguments import NO_RULES, refusal
 from ._flex import attend, mask_rules, softcap_rule
 from .compat.bert_padding import pad_input, unpad_input
 
@@ -467,10 +467,8 @@ def _with_masks(
         tensors = (*tensors, *more)
     elif softcap:
         score = softcap_rule(float(softcap))
-    numbers = (scaling, False, (-1, -1), 0, 0.0, None, None)
-    rules = (mask, score, tensors, None)
-    of = (query, key, value)
-    out = attend(of, numbers, "scaled_dot_product_attention", sinks is not None, rules, deterministic)
+    of, rules = (query, key, value), (mask, score, tensors, None)
+    out = attend(of, (scaling, *NO_RULES), "scaled_dot_product_attention", sinks is not None, rules, deterministic)
     if sinks is not None:
         out, lse = out
         # A sink takes its share of the probabilities of each row, and has no value.

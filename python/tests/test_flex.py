@@ -1257,16 +1257,20 @@ def test_gradients_of_captured_tensors_are_not_differentiated():
                 torch.autograd.grad(once.square().sum(), wanted, retain_graph=True)
 
 
-def test_transformations_are_refused():
+def test_transforms_of_captured_tensors_are_refused():
     q, k, v = tensors("cpu")
     bias = torch.randn(KEYS)
-    for function, given in (
-        (lambda q: flex_attention(q, k, v, lambda s, b, h, i, j: s + j).sum(), q),
-        (lambda bias: flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j]).sum(), bias),
-        (lambda bias: scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum(), bias),
+    learned = torch.nn.Parameter(bias)
+    captured = lambda bias: flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j]).sum()
+    for transformed, given, name in (
+        (torch.func.grad(captured), bias, "a captured tensor"),
+        (torch.func.grad(lambda bias: torch.vmap(captured)(bias[None]).sum()), bias, "a captured tensor"),
+        (lambda q: torch.func.vjp(lambda q: scaled_dot_product_attention(q, k, v, learned), q), q, "attn_mask"),
     ):
-        with pytest.raises(NotImplementedError, match="torch.func.grad and its kin are not supported"):
-            torch.func.grad(function)(given)
+        with pytest.raises(
+            NotImplementedError, match=f"^{name} requires grad under a transform of torch.func, expected"
+        ):
+            transformed(given)
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])

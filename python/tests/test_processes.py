@@ -90,6 +90,13 @@ def test_importing_starts_no_thread_and_looks_for_no_device():
     python("-c", textwrap.dedent(script))
 
 
+def test_importing_leaves_pytorchs_compiler_alone():
+    """It takes seconds to import, some 40 times as long as this package."""
+    pytest.importorskip("torch")
+    modules = "flashcore, flashcore.distributed, flashcore.flash_attn, flashcore.torch"
+    python("-c", f"import sys, torch, {modules}\nassert 'torch._dynamo' not in sys.modules")
+
+
 @pytest.mark.parametrize("used_before", [False, True], ids=["unused", "used"])
 def test_forked_processes_compute(used_before):
     run(

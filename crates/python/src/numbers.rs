@@ -48,8 +48,8 @@ impl Numbers {
             window: window(&window_size)?,
             chunk: chunk(&attention_chunk)?,
             softcap: softcap(&softcap_given)?,
-            most_queries: optional(&most_queries, |most| integer(queries_name, most))?,
-            most_keys: optional(&most_keys, |most| integer(keys_name, most))?,
+            most_queries: longest(queries_name, &most_queries)?,
+            most_keys: longest(keys_name, &most_keys)?,
             batch_invariant: called.batch_invariant,
         })
     }
@@ -161,7 +161,7 @@ impl Flags {
                 | (window(&window_size)? != (None, None))
                 | (chunk(&attention_chunk)? > 0),
             blocks: blocks.extract()?,
-            most_queries: optional(&most_queries, |most| integer("max_seqlen_q", most))?,
+            most_queries: longest("max_seqlen_q", &most_queries)?,
             most_new: optional(&most_new, |most| integer("max_seqlen_k_new", most))?,
         })
     }
@@ -189,6 +189,17 @@ fn optional<'py, T>(
 /// Reads a boolean of Python's or NumPy's.
 pub(crate) fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
     value.extract().map_err(|_| wrong(name, value, "True or False"))
+}
+
+/// Reads the maximum length of a sequence, if there is one. A symbol of PyTorch's, which stands for a
+/// number in what `torch.export` records, is none: there is no memory beside it, and to ask for its value
+/// would make what is recorded one for this number alone.
+fn longest(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+    let is_symbol = || value.get_type().name().is_ok_and(|name| name == "SymInt");
+    if !value.is_exact_instance_of::<PyInt>() && is_symbol() {
+        return Ok(None);
+    }
+    optional(value, |value| integer(name, value))
 }
 
 /// Reads a 64-bit integer.

@@ -488,6 +488,10 @@ fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
     }
 }
 
+/// Why a nested tensor is refused, and what serves it.
+const NESTED: &str =
+    "it is nested; of a jagged one flash_attn_varlen_func takes values() and offsets().int()";
+
 /// Refuses a tensor that is not strided (sparse, nested, quantized): there is no kernel for it, and
 /// PyTorch's dispatcher would not say which argument it is.
 pub(crate) fn is_strided(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
@@ -496,7 +500,7 @@ pub(crate) fn is_strided(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> 
     let nested = tensor.getattr(intern!(py, "is_nested"))?.is_truthy()?;
     let quantized = tensor.getattr(intern!(py, "is_quantized"))?.is_truthy()?;
     let why = match (nested, quantized) {
-        (true, _) => "it is nested".to_owned(),
+        (true, _) => NESTED.to_owned(),
         (_, true) => "it is quantized".to_owned(),
         _ if layout == "torch.strided" => return Ok(()),
         _ => format!("its layout is {layout}"),

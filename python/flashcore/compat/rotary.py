@@ -65,7 +65,8 @@ def apply_rotary(
         max_seqlen: The length of the longest sequence; only checked.
         interleaved: As in :func:`apply_rotary_emb_torch`.
         inplace: Whether to write the result into ``x``. Where autograd refuses that, as for parts of ``split``, ``x`` is
-            written all the same, as in FlashAttention-2, and gradients are those of what is returned.
+            written all the same, as in FlashAttention-2, and gradients are those of what is returned. PyTorch's compiler
+            refuses such a call, with autograd's error.
         conjugate: Whether to rotate in the opposite direction, as gradients are.
 
     Returns:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .._arguments import flag, window
-from .._torch import _autocast
+from .._torch import _autocast, is_compiling
 from . import _attention
 from ._cache import append, decode
 from ._plan import plan as _plan_of
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_attention(
     q: Any,
     k: Any,
@@ -104,10 +103,22 @@ def context_parallel_attention(
             out = context_parallel_attention(q, k, v, causal=True)
             whole = unshard(out)                                # where all rows are needed
     """
-    return_lse = flag("return_lse", return_lse)
     mask = (causal, window_size)
     layout = (cu_seqlens, length, order, nodes)
-    rest = (softmax_scale, softcap, deterministic, return_lse)
+    rest = (softmax_scale, softcap, deterministic, flag("return_lse", return_lse))
+    arguments = (q, k, v, group, variant, mask, layout, rest)
+    if is_compiling():
+        from .._outside import call
+
+        return call(_attend, *arguments)
+    return _attend(*arguments)
+
+
+def _attend(
+    q: Any, k: Any, v: Any, group: Any, variant: str, mask: tuple[Any, ...], layout: tuple[Any, ...], rest: Any
+) -> Any:
+    """Computes attention of the own rows; returns the output, or output and log-sum-exps."""
+    cu_seqlens, return_lse = layout[0], rest[3]
     q, k, v, call = _prepared(q, k, v, group, variant, mask, layout, rest)
     if max(call.plan.rows) == 0 or 0 in (q.shape[0], q.shape[2]):
         # Nobody has anything to do.
