@@ -131,6 +131,19 @@ struct Answer {
 }
 
 impl Answer {
+    /// An answer in JSON where that is asked for, and in text where not.
+    fn of(
+        json: bool,
+        value: &impl serde::Serialize,
+        passed: bool,
+        text: impl FnOnce() -> String,
+    ) -> Result<Self, Box<dyn Error>> {
+        match json {
+            true => Answer::json(value, passed),
+            false => Ok(Answer { text: text(), passed }),
+        }
+    }
+
     /// An answer in JSON: an object, in the form that docs/json.md describes.
     fn json(value: &impl serde::Serialize, passed: bool) -> Result<Self, Box<dyn Error>> {
         #[derive(serde::Serialize)]

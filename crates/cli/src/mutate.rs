@@ -91,17 +91,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     }
     let reports: Vec<Report> = surveys.iter().map(Report::new).collect();
     let passed = reports.iter().all(|it| it.passed);
-    match arguments.json {
-        true => Answer::json(&Reports { passed, kernels: reports }, passed),
-        false => Ok(Answer { text: describe(&reports), passed }),
-    }
+    let json = Reports { passed, kernels: &reports };
+    Answer::of(arguments.json, &json, passed, || describe(&reports))
 }
 
 /// What became of the mutants of each kernel.
 #[derive(Serialize)]
-struct Reports {
+struct Reports<'a> {
     passed: bool,
-    kernels: Vec<Report>,
+    kernels: &'a [Report],
 }
 
 /// What became of the mutants of a kernel.
@@ -219,7 +217,7 @@ impl Line {
             self.unreached,
             self.survived,
         ];
-        let numbers = numbers.map(|number| terminal::plain(number.to_string()));
+        let numbers = numbers.map(terminal::plain);
         [terminal::plain(self.kind)].into_iter().chain(numbers).chain([(style, share)]).collect()
     }
 }

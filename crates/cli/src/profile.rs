@@ -110,10 +110,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         ncu: gate::ncu_line(&name, &name, Some(problem)),
         kernel: name,
     };
-    if arguments.json {
-        return Answer::json(&report, true);
-    }
-    Ok(Answer { text: describe(&report), passed: true })
+    Answer::of(arguments.json, &report, true, || describe(&report))
 }
 
 fn describe(report: &Report) -> String {
@@ -141,7 +138,7 @@ fn describe(report: &Report) -> String {
         text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "launch by launch"));
         let row = |it: &LaunchTime| {
             vec![
-                terminal::plain(it.kernel.clone()),
+                terminal::plain(&it.kernel),
                 terminal::plain(format!("{:.2}", 1e3 * it.milliseconds)),
             ]
         };
@@ -170,7 +167,7 @@ fn table(lines: &[Line]) -> String {
                 terminal::plain(line.phase.to_owned()),
                 terminal::plain(format!("{:.1} %", 100.0 * line.share)),
                 terminal::plain(format!("{:.0}", line.cycles)),
-                terminal::plain(line.count.to_string()),
+                terminal::plain(line.count),
             ]
         })
         .collect();

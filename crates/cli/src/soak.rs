@@ -104,10 +104,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         soak::run(&options, &bar, &|text| bar.note(text))?
     };
     let passed = summary.passed;
-    if arguments.json {
-        return Answer::json(&summary, passed);
-    }
-    Ok(Answer { text: describe(&summary), passed })
+    Answer::of(arguments.json, &summary, passed, || describe(&summary))
 }
 
 fn describe(summary: &Summary) -> String {

@@ -232,13 +232,13 @@ fn describe(lines: &[Line]) -> String {
                 (false, false) => (terminal::PLAIN, "as good"),
             };
             vec![
-                terminal::plain(line.problem.clone()),
+                terminal::plain(&line.problem),
                 terminal::plain(format!("{:.3}", line.speedup)),
                 terminal::plain(format!("{:.1} %", 100.0 * line.noise)),
                 (style, verdict.to_owned()),
                 terminal::plain(format!("{} of {}", line.measured, line.seen)),
                 terminal::plain(format!("{:.0} s", line.seconds)),
-                terminal::plain(line.best.clone()),
+                terminal::plain(&line.best),
             ]
         })
         .collect();
@@ -257,7 +257,7 @@ fn describe(lines: &[Line]) -> String {
                     terminal::plain(format!("{}: {from} to {to}", effect.gene.name())),
                     terminal::plain(format!("{:+.1} %", 100.0 * (effect.speedup - 1.0))),
                     terminal::plain(format!("{least:+.1} to {most:+.1} %")),
-                    terminal::plain(effect.pairs.to_string()),
+                    terminal::plain(effect.pairs),
                 ]
             })
             .collect();
@@ -339,8 +339,8 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
             .map(|it| {
                 let chosen = if it.chosen_by_rules { "the rules' choice" } else { "" };
                 vec![
-                    (terminal::PLAIN, it.configuration.clone()),
-                    (terminal::PLAIN, format!("{:.4}", it.milliseconds)),
+                    terminal::plain(&it.configuration),
+                    terminal::plain(format!("{:.4}", it.milliseconds)),
                     (terminal::NAME, chosen.to_owned()),
                 ]
             })
