@@ -51,9 +51,8 @@ impl<'a> Executor<'_, 'a> {
                 "barrier {barrier} is used for {expected} threads while others wait there for \
                  {wanted}"
             );
-            let mut hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
-            hazard.other = first;
-            return Err(hazard);
+            let hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
+            return Err(hazard.with_other(first));
         }
         if named.arrived.contains(&warp.index) {
             let first = named.first_at;
@@ -61,9 +60,8 @@ impl<'a> Executor<'_, 'a> {
                 "the warp arrives at barrier {barrier} again before the {expected} threads of \
                  the last time are complete"
             );
-            let mut hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
-            hazard.other = first;
-            return Err(hazard);
+            let hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
+            return Err(hazard.with_other(first));
         }
         named.arrived.push(warp.index);
         if self.grid_state.checked {
@@ -77,9 +75,8 @@ impl<'a> Executor<'_, 'a> {
                      use of the barrier, by {}: the arrival may count for that one",
                     other.actor
                 );
-                let mut hazard = self.hazard(warp, None, HazardKind::UnorderedArrival, text);
-                hazard.other = other.place;
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, HazardKind::UnorderedArrival, text);
+                return Err(hazard.with_other(other.place));
             }
             named.gather.join(&released);
         }
@@ -186,9 +183,8 @@ impl<'a> Executor<'_, 'a> {
                 let name = self.shared_name(address);
                 let text = format!("{name} is a memory barrier already");
                 let kind = HazardKind::MbarrierReinitialised;
-                let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = first;
-                return Err(hazard);
+                let hazard = self.hazard(warp, Some(lane), kind, text);
+                return Err(hazard.with_other(first));
             }
             if self.grid_state.checked {
                 let target = Target::Shared { block, offset };
@@ -273,9 +269,8 @@ impl<'a> Executor<'_, 'a> {
             return Ok((block, local));
         };
         let kind = HazardKind::MbarrierInitNotVisible;
-        let mut hazard = self.hazard(warp, Some(lane), kind, text);
-        hazard.other = barrier.initialised_at;
-        Err(hazard)
+        let hazard = self.hazard(warp, Some(lane), kind, text);
+        Err(hazard.with_other(barrier.initialised_at))
     }
 
     pub(super) fn mbarrier_arrive(
@@ -314,9 +309,8 @@ impl<'a> Executor<'_, 'a> {
                         phase - 1
                     );
                     let kind = HazardKind::UnorderedArrival;
-                    let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                    hazard.other = other.place;
-                    return Err(hazard);
+                    let hazard = self.hazard(warp, Some(lane), kind, text);
+                    return Err(hazard.with_other(other.place));
                 }
                 barrier.gather.join(released);
             }
@@ -330,9 +324,8 @@ impl<'a> Executor<'_, 'a> {
                 let name = self.shared_name(local);
                 let text = format!("{count} arrivals at {name}, whose phase waits for {pending}");
                 let kind = HazardKind::MbarrierOverArrived;
-                let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = initialised_at;
-                return Err(hazard);
+                let hazard = self.hazard(warp, Some(lane), kind, text);
+                return Err(hazard.with_other(initialised_at));
             }
             barrier.pending -= counts[at];
             self.settle_mbarrier(block, local, warp.time)?;
@@ -504,9 +497,8 @@ impl<'a> Executor<'_, 'a> {
                     other.in_block,
                     other.budgets[nth - 1]
                 );
-                let mut hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
-                hazard.other = self.grid_state.code.places[other.pc];
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
+                return Err(hazard.with_other(self.grid_state.code.places[other.pc]));
             }
         }
         let pool = &mut self.cluster.blocks[warp.block].register_pool;
