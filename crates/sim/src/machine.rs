@@ -132,8 +132,8 @@ pub(crate) struct Cluster<'a> {
     pub(crate) operations: BTreeMap<u64, Operation>,
     pub(crate) next_operation: u64,
     pub(crate) barrier: ClusterBarrier,
-    /// The clock components of bulk loads in flight, one each.
-    slots: Vec<Slot>,
+    /// The clocks of the components of bulk loads in flight, one each.
+    slots: Vec<u32>,
     /// The index of the warp that ran last.
     pub(crate) current: usize,
     /// The cycle from which the tensor cores of each block are free, in the cost model.
@@ -143,11 +143,6 @@ pub(crate) struct Cluster<'a> {
     /// The cycle from which each of the four warp schedulers of each block is free, in the cost
     /// model.
     pub(crate) issue_free: Vec<u64>,
-}
-
-#[derive(Clone, Copy)]
-struct Slot {
-    clock: u32,
 }
 
 /// The number of clock components of a warp: its threads, its `cp.async`s, and the reads and the
@@ -209,12 +204,12 @@ impl<'a> Cluster<'a> {
     pub(crate) fn take_slot(&mut self, issuer: &ClockSet) -> (u32, u32) {
         for slot in 0..self.slots.len() {
             let component = self.slot_component(slot);
-            if issuer.known.get(component).all >= self.slots[slot].clock {
-                self.slots[slot].clock += 1;
-                return (component, self.slots[slot].clock);
+            if issuer.known.get(component).all >= self.slots[slot] {
+                self.slots[slot] += 1;
+                return (component, self.slots[slot]);
             }
         }
-        self.slots.push(Slot { clock: 1 });
+        self.slots.push(1);
         (self.slot_component(self.slots.len() - 1), 1)
     }
 
