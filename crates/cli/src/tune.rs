@@ -20,7 +20,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, KernelChoice, terminal};
+use crate::{Answer, KernelChoice, destination, terminal};
 
 /// Search for the best configurations of the kernels that serve problems
 #[derive(Args)]
@@ -100,6 +100,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     if arguments.model {
         return model(arguments, &problems);
     }
+    destination::admit_with_folder(&output)?;
+    TuningFile::read(&output).map_err(|reason| format!("{}: {reason}", output.display()))?;
     let gpu = harness::open_gpu().map_err(|error| {
         format!(
             "there is no GPU to tune for: {error}; `--model` ranks configurations by the cost \

@@ -201,10 +201,7 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
         return same(options, trials, arguments.json);
     }
     if let Some(prefix) = &arguments.output {
-        let path = with_suffix(prefix, ".json");
-        // What is wrong here is what the trial says.
-        let _ = path.parent().map(std::fs::create_dir_all);
-        destination::admit(&path)?;
+        destination::admit_with_folder(&with_suffix(prefix, ".json"))?;
     }
     let mut screen = Bar::new("measuring");
     let results = harness::bench::run(&options, &mut screen)?;
