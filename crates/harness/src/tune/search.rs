@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use kernels::{Configuration, Forward};
 use rayon::prelude::*;
+use serde::{Serialize, Serializer};
 
 use super::log::{Log, Record, TrialOutcome};
 use super::space::{Genome, neighbours, possible};
@@ -74,13 +75,16 @@ const HALVINGS: [usize; 3] = [3, 5, 9];
 const DUEL: usize = 21;
 
 /// What a search found.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SearchResult {
     /// The best.
+    #[serde(serialize_with = "name")]
     pub best: Configuration,
     /// The fingerprint of its PTX.
+    #[serde(skip)]
     pub kernel: String,
     /// What the rules choose.
+    #[serde(serialize_with = "name")]
     pub rules: Configuration,
     /// Milliseconds of both in the last duel.
     pub milliseconds: [f64; 2],
@@ -98,6 +102,10 @@ pub struct SearchResult {
     pub measured: usize,
     /// Seconds it took.
     pub seconds: f64,
+}
+
+fn name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&kernel.name())
 }
 
 /// A member of the population: milliseconds relative to all others, whenever they were measured.
