@@ -133,6 +133,16 @@ impl Random {
         (self.bits() % end.max(1) as u64) as usize
     }
 
+    /// One of some values.
+    pub fn choose<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    /// True once in so many draws.
+    pub fn one_in(&mut self, chances: usize) -> bool {
+        self.below(chances) == 0
+    }
+
     /// A number from 0 up to 1.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64

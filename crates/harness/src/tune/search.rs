@@ -320,7 +320,7 @@ impl Search<'_> {
                 while genomes.len() < self.options.batch {
                     let genome = match self.random.below(2) {
                         0 => genomes[0].mutate(&mut self.random),
-                        _ => all[self.random.below(all.len())],
+                        _ => self.random.choose(&all),
                     };
                     if !genomes.contains(&genome) {
                         genomes.push(genome);
@@ -344,7 +344,7 @@ impl Search<'_> {
             }
             let parents = self.parent().zip(self.parent());
             let child = match (self.random.below(4), parents) {
-                (0, _) | (_, None) => all[self.random.below(all.len())],
+                (0, _) | (_, None) => self.random.choose(&all),
                 (1, Some((one, two))) => one.cross(two, &mut self.random).mutate(&mut self.random),
                 (2, Some((one, two))) => one.cross(two, &mut self.random),
                 (_, Some((one, _))) => one.mutate(&mut self.random),

@@ -156,7 +156,7 @@ impl Genome {
     pub fn mutate(self, random: &mut Random) -> Genome {
         let mut child = self;
         for _ in 0..1 + random.below(2) {
-            let gene = Gene::ALL[random.below(Gene::ALL.len())];
+            let gene = random.choose(&Gene::ALL);
             let values = gene.values();
             let here = values.iter().position(|value| *value == child.get(gene)).unwrap_or(0);
             let there = if values.len() > 4 && random.below(3) > 0 {
