@@ -18,19 +18,15 @@ impl InLoops {
     /// Counts in a text of `nvdisasm`.
     pub(super) fn count(sass: &str) -> Self {
         let code = Code::parse(sass);
-        let is_product = |at: &usize| code.operations[*at].contains("MMA");
+        let is_product = |at: &usize| code.names[*at].contains("MMA");
         let mut loops = code.loops();
         loops.retain(|body| body.iter().any(is_product));
         let innermost = |body: &&BTreeSet<usize>| {
             !loops.iter().any(|other| other != *body && other.is_subset(body))
         };
         let inside: BTreeSet<usize> = loops.iter().filter(innermost).flatten().copied().collect();
-        let count = |names: &[&str]| {
-            let of = |at: &&usize| {
-                names.contains(&code.operations[**at].split('.').next().unwrap_or(""))
-            };
-            inside.iter().filter(of).count()
-        };
+        let count =
+            |names: &[&str]| inside.iter().filter(|at| names.contains(&code.names[**at])).count();
         InLoops { uniform_moves: count(&["R2UR"]), local_accesses: count(&["LDL", "STL"]) }
     }
 }
@@ -49,8 +45,8 @@ impl std::fmt::Display for InLoops {
 /// The instructions of a text and where control goes from each.
 #[derive(Default)]
 struct Code<'a> {
-    /// Names with their modifiers, such as `LDL.64`.
-    operations: Vec<&'a str>,
+    /// Names without modifiers: `LDL` of `LDL.64`.
+    names: Vec<&'a str>,
     next: Vec<Vec<usize>>,
 }
 
@@ -59,7 +55,7 @@ impl<'a> Code<'a> {
         let (mut code, mut labels, mut branches) = (Code::default(), HashMap::new(), Vec::new());
         for line in sass.lines().map(str::trim) {
             if let Some(label) = line.strip_suffix(':') {
-                labels.insert(label, code.operations.len());
+                labels.insert(label, code.names.len());
             }
             // `/*0050*/  @P0 BRA `(.L_x_1) ;`
             let Some((_, text)) = line.strip_prefix("/*").and_then(|it| it.split_once("*/")) else {
@@ -68,13 +64,13 @@ impl<'a> Code<'a> {
             let mut words = text.split_whitespace().peekable();
             let conditional = words.next_if(|word| word.starts_with('@')).is_some();
             let Some(operation) = words.next() else { continue };
-            let at = code.operations.len();
+            let at = code.names.len();
             let name = operation.split('.').next().unwrap_or_default();
             let ends = ["BRA", "EXIT", "RET", "BRX", "JMP"].contains(&name);
             // `BRA.U.ANY` and `BRA P1, `(.L)` have conditions of their own.
             let leaves =
                 ends && !conditional && (name != "BRA" || text.trim_start().starts_with("BRA `"));
-            code.operations.push(operation);
+            code.names.push(name);
             code.next.push(if leaves { Vec::new() } else { vec![at + 1] });
             if name == "BRA"
                 && let Some((_, label)) = text.split_once("`(")
@@ -86,7 +82,7 @@ impl<'a> Code<'a> {
             code.next[at].extend(labels.get(label));
         }
         // The last instruction is followed by none.
-        let count = code.operations.len();
+        let count = code.names.len();
         code.next.iter_mut().for_each(|next| next.retain(|to| *to < count));
         code
     }
