@@ -13,7 +13,7 @@ pub fn median(samples: &[f64]) -> f64 {
 }
 
 /// Returns a quantile, interpolated between neighbouring samples.
-pub fn quantile(samples: &[f64], share: f64) -> f64 {
+pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let Some(last) = sorted.len().checked_sub(1) else { return f64::NAN };
