@@ -12,7 +12,7 @@ use harness::auxiliary_inputs::AuxiliaryInputs;
 use harness::verify::ExpectedOutput;
 use serde::Serialize;
 use testing::check::matrix::{self, MatrixOutcome};
-use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
+use testing::check::{self, Checked, ExpectedGradients, GradientsOutcome, Outcome, cases};
 use testing::verdict::Comparison;
 
 use crate::attend::CHECK_OPERATIONS;
@@ -104,6 +104,15 @@ impl Arguments {
     }
 }
 
+/// What is checked, on which problems.
+struct Wanted<'a> {
+    backends: &'a [&'a dyn Backend],
+    /// The kernel that is named; all where none is.
+    kernel: Option<&'a str>,
+    /// Whether the long lists of problems are meant.
+    thorough: bool,
+}
+
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let machine = Machine::discover();
     let dtypes = match arguments.dtype {
@@ -113,14 +122,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None => DType::ALL.to_vec(),
     };
     let preference = arguments.preference();
-    let wanted = preference.backend.as_deref();
+    let named = preference.backend.as_deref();
     let backends: Vec<&dyn Backend> = machine
         .backends()
         .iter()
         .map(AsRef::as_ref)
-        .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
+        .filter(|backend| named.is_none_or(|name| name == backend.name()))
         .collect();
-    if let Some(name) = wanted.filter(|_| backends.is_empty()) {
+    if let Some(name) = named.filter(|_| backends.is_empty()) {
         let missing = machine.missing().iter().find(|it| it.backend == name);
         let reason = missing.map_or("no such back end exists", |it| &it.reason);
         return Err(format!("there is no {name} back end here: {reason}").into());
@@ -128,29 +137,36 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     if let Some(batches) = arguments.batches {
         return check_batches(&backends, batches, arguments.json);
     }
-    let mut lines = check_given(&backends, arguments)?;
-    for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
-        lines.extend(check_attention(&backends, *dtype, arguments));
-        lines.extend(check_sequences(&backends, *dtype, arguments));
+    let gpu = machine.gpu().filter(|_| named.is_none_or(|it| it == "gpu"));
+    let kernel = preference.kernel.as_deref();
+    let wanted = Wanted { backends: &backends, kernel, thorough: arguments.thorough };
+    let mut lines = Vec::new();
+    for problem in &arguments.problem {
+        let of_problem = wanted.problem(problem)?;
+        if of_problem.is_empty() {
+            // The planner says why, and what would work.
+            machine.plan(problem, &preference)?;
+        }
+        lines.extend(of_problem);
+    }
+    for dtype in dtypes.into_iter().filter(|_| arguments.problem.is_empty()) {
+        lines.extend(wanted.attention(dtype));
+        lines.extend(wanted.sequences(dtype));
         // 8-bit tensors have no gradients.
         if !dtype.is_8_bit() {
-            lines.extend(check_gradients(&backends, *dtype, arguments));
+            lines.extend(wanted.gradients(dtype));
         }
-        if let Some(gpu) = machine.gpu().filter(|_| wanted.is_none_or(|it| it == "gpu")) {
-            lines.extend(check_caches(gpu, *dtype, arguments));
+        if let Some(gpu) = gpu {
+            lines.extend(wanted.caches(gpu, dtype));
         }
     }
     lines.sort_by_key(|line| {
         let place = backends.iter().position(|backend| backend.name() == line.backend);
         (place, line.kernel.clone())
     });
-    let outcomes = match machine.gpu() {
-        Some(gpu)
-            if wanted.is_none_or(|it| it == "gpu")
-                && !arguments.thorough
-                && arguments.problem.is_empty() =>
-        {
-            check_matrix_kernels(gpu, arguments)?
+    let outcomes = match gpu {
+        Some(gpu) if !arguments.thorough && arguments.problem.is_empty() => {
+            wanted.matrix_kernels(gpu)?
         }
         _ => Vec::new(),
     };
@@ -166,12 +182,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     }
     let passed = lines.iter().all(|line| line.failures.is_empty())
         && outcomes.iter().all(|outcome| outcome.passed);
-    if arguments.json {
-        return Answer::json(&Json { passed, kernels: &lines, ladder: &outcomes }, passed);
-    }
-    let parts = [describe(&machine, &lines), describe_matrix_kernels(&outcomes)];
-    let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
-    Ok(Answer { text, passed })
+    let found = Json { passed, kernels: &lines, ladder: &outcomes };
+    Answer::of(arguments.json, &found, passed, || {
+        let parts = [describe(&machine, &lines), describe_matrix_kernels(&outcomes)];
+        parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
+    })
 }
 
 /// Checks that bits do not depend on the batch.
@@ -190,9 +205,6 @@ fn check_batches(
         all.push(Batches { backend: backend.name(), compared, failure });
     }
     let passed = all.iter().all(|it| it.failure.is_none());
-    if json {
-        return Answer::json(&OfBatches { passed, backends: &all }, passed);
-    }
     let line = |it: &Batches| match &it.failure {
         None => format!(
             "{}: {batches} batches, {} queries compared, each with the bits it has alone\n",
@@ -200,7 +212,8 @@ fn check_batches(
         ),
         Some(failure) => format!("{}: {failure}\n", it.backend),
     };
-    Ok(Answer { text: all.iter().map(line).collect(), passed })
+    let found = OfBatches { passed, backends: &all };
+    Answer::of(json, &found, passed, || all.iter().map(line).collect())
 }
 
 /// The kernels of attention here.
@@ -214,148 +227,116 @@ fn known(backends: &[&dyn Backend]) -> Vec<String> {
     [names(usual.clone()), names(usual.backward())].concat()
 }
 
-/// What should come out of a problem of the caller's.
-enum Expected<'a> {
-    Output(Box<ExpectedOutput>),
-    Gradients(Box<ExpectedGradients<'a>>),
-}
+/// Runs a kernel of a back end and judges it.
+type Check<'a> = Box<dyn Fn(&dyn Backend, &str) -> Result<CaseResult, flashcore::Error> + 'a>;
 
-/// Every kernel that accepts a problem of the caller's, on tensors like `attend`'s.
-fn check_given(
-    backends: &[&dyn Backend],
-    arguments: &Arguments,
-) -> Result<Vec<Line>, Box<dyn Error>> {
-    let mut all = Vec::new();
-    let preference = arguments.preference();
-    let bar = Bar::new("checking");
-    for problem in &arguments.problem {
+impl Wanted<'_> {
+    /// Every kernel that accepts a problem of the caller's, on tensors like `attend`'s.
+    fn problem(&self, problem: &Problem) -> Result<Vec<Line>, Box<dyn Error>> {
+        let bar = Bar::new("checking");
         memory::admit(problem)?;
         let auxiliary = AuxiliaryInputs::of(problem)?;
         let tensors = InputTensors::random(problem, 0)?;
         let inputs = auxiliary.inputs(&tensors);
         let arrangement = inputs.arrangement(problem)?;
-        let expected = match problem.pass {
+        let kernels = check::accepting_kernels(self.backends, self.kernel, problem, &arrangement);
+        if kernels.is_empty() {
+            return Ok(Vec::new());
+        }
+        let check: Check<'_> = match problem.pass {
             Pass::Forward => {
                 let expected =
                     ExpectedOutput::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
-                Expected::Output(Box::new(expected))
+                Box::new(move |backend, kernel| {
+                    let kernel = Some(kernel.to_owned());
+                    let options = RunOptions { kernel, guard: true, ..RunOptions::default() };
+                    let outcome = expected.outcome(|| backend.run(problem, inputs, &options));
+                    outcome.map(CaseResult::from)
+                })
             }
             Pass::Backward => {
                 let expected = ExpectedGradients::random(problem, inputs, 0)?;
-                Expected::Gradients(Box::new(expected))
+                Box::new(move |backend, kernel| {
+                    expected.check(backend, kernel).map(CaseResult::from)
+                })
             }
         };
+        let checked = kernels.into_iter().map(|(backend, kernel)| {
+            let outcome = check(backend, kernel);
+            Checked { case: problem.text(), backend: backend.name(), kernel, outcome }
+        });
+        Ok(lines(problem.dtype(), checked))
+    }
+
+    /// One line per kernel.
+    fn attention(&self, dtype: DType) -> Vec<Line> {
+        let cases = match self.thorough {
+            true => cases::thorough(dtype),
+            false => cases::standard(dtype),
+        };
+        let bar = Bar::new("checking");
+        let checked = check::run_all(self.backends, self.kernel, &cases, &bar);
+        lines(dtype, checked)
+    }
+
+    /// One line per kernel that computes gradients.
+    fn gradients(&self, dtype: DType) -> Vec<Line> {
+        let on_gpu = self.backends.iter().any(|backend| backend.name() == "gpu");
+        let mut cases = match self.thorough {
+            true => cases::thorough_gradients(dtype),
+            false => cases::gradients(dtype),
+        };
+        // The long list is meant for a GPU. Without one, only its smaller problems are checked.
+        cases.retain(|case| on_gpu || case.problem.visible_flops() < CPU_OPERATIONS);
+        // With a GPU, only the GPU is checked by it.
+        let mut asked = self.backends.to_vec();
+        asked.retain(|it| !self.thorough || !on_gpu || it.name() == "gpu");
+        let bar = Bar::new("checking");
+        let checked = check::run_gradients(&asked, self.kernel, &cases, &bar);
+        lines(dtype, checked)
+    }
+
+    /// One line per kernel that serves sequences of unequal lengths.
+    fn sequences(&self, dtype: DType) -> Vec<Line> {
+        let bar = Bar::new("checking");
+        let checked = check::run_sequences(self.backends, self.kernel, dtype, self.seeds(), &bar);
+        let mut lines = lines(dtype, checked);
+        lines.iter_mut().for_each(|line| line.kernel += " of sequences");
+        lines
+    }
+
+    /// One line for new keys and values into caches, and one for partial results put together.
+    fn caches(&self, gpu: &Gpu, dtype: DType) -> Vec<Line> {
+        let bar = Bar::new("checking");
+        let wanted = |name: &str| self.kernel.is_none_or(|kernel| kernel == name);
         let mut checked = Vec::new();
-        for backend in backends {
-            for candidate in backend.candidates(problem, &arrangement) {
-                let kernel = candidate.kernel;
-                let named = preference.kernel.as_deref().map(|name| name == kernel);
-                if candidate.accepted && named.unwrap_or(!candidate.on_request) {
-                    let result = match &expected {
-                        Expected::Output(expected) => {
-                            let named = Some(kernel.to_owned());
-                            let options =
-                                RunOptions { kernel: named, guard: true, ..RunOptions::default() };
-                            expected
-                                .outcome(|| backend.run(problem, inputs, &options))
-                                .map(CaseResult::from)
-                        }
-                        Expected::Gradients(expected) => {
-                            expected.check(*backend, kernel).map(CaseResult::from)
-                        }
-                    };
-                    checked.push((backend.name(), kernel.to_owned(), problem.text(), result));
-                }
-            }
+        // Caches have 16 bits or 8.
+        if wanted("append") && dtype != DType::F32 {
+            checked.extend(check::run_appends(gpu, dtype, self.seeds(), &bar));
         }
-        if checked.is_empty() {
-            let machine = Machine::discover();
-            // The planner says why, and what would work.
-            machine.plan(problem, &preference)?;
+        if wanted("combine") && !dtype.is_8_bit() {
+            checked.extend(check::run_combines(gpu, dtype, self.seeds(), &bar));
         }
-        all.extend(lines(problem.dtype(), checked.into_iter()));
+        lines(dtype, checked)
     }
-    Ok(all)
-}
 
-/// One line per kernel.
-fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
-    let cases = match arguments.thorough {
-        true => cases::thorough(dtype),
-        false => cases::standard(dtype),
-    };
-    let bar = Bar::new("checking");
-    let kernel = arguments.preference().kernel;
-    let checked = check::run_all(backends, kernel.as_deref(), &cases, &bar);
-    lines(dtype, checked.into_iter().map(checked_case))
-}
-
-/// One line per kernel that computes gradients.
-fn check_gradients(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
-    let on_gpu = backends.iter().any(|backend| backend.name() == "gpu");
-    let mut cases = match arguments.thorough {
-        true => cases::thorough_gradients(dtype),
-        false => cases::gradients(dtype),
-    };
-    // The long list is meant for a GPU. Without one, only its smaller problems are checked.
-    cases.retain(|case| on_gpu || case.problem.visible_flops() < CPU_OPERATIONS);
-    // With a GPU, only the GPU is checked by it.
-    let asked: Vec<&dyn Backend> = backends
-        .iter()
-        .copied()
-        .filter(|it| !arguments.thorough || !on_gpu || it.name() == "gpu")
-        .collect();
-    let bar = Bar::new("checking");
-    let kernel = arguments.preference().kernel;
-    let checked = check::run_gradients(&asked, kernel.as_deref(), &cases, &bar);
-    lines(dtype, checked.into_iter().map(checked_case))
-}
-
-fn checked_case<O>(it: check::Checked<'_, O>) -> CheckedCase
-where
-    CaseResult: From<O>,
-{
-    (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome.map(CaseResult::from))
-}
-
-/// One line per kernel that serves sequences of unequal lengths.
-fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
-    let seeds = if arguments.thorough { 1_600 } else { 60 };
-    let bar = Bar::new("checking");
-    let kernel = arguments.preference().kernel;
-    let checked = check::run_sequences(backends, kernel.as_deref(), dtype, seeds, &bar);
-    let of = |it: check::CheckedSequences| {
-        let outcome = it.outcome.map(CaseResult::from);
-        (it.backend, format!("{} of sequences", it.kernel), it.case, outcome)
-    };
-    lines(dtype, checked.into_iter().map(of))
-}
-
-/// One line for new keys and values into caches, and one for partial results put together.
-fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
-    let seeds = if arguments.thorough { 1_600 } else { 60 };
-    let bar = Bar::new("checking");
-    let kernel = arguments.preference().kernel;
-    let wanted = |name: &str| kernel.as_deref().is_none_or(|kernel| kernel == name);
-    let mut checked = Vec::new();
-    // Caches have 16 bits or 8.
-    if wanted("append") && dtype != DType::F32 {
-        checked.extend(check::run_appends(gpu, dtype, seeds, &bar));
+    /// Random cases of sequences and caches.
+    fn seeds(&self) -> u64 {
+        if self.thorough { 1_600 } else { 60 }
     }
-    if wanted("combine") && !dtype.is_8_bit() {
-        checked.extend(check::run_combines(gpu, dtype, seeds, &bar));
+
+    /// Every matrix kernel that the GPU can run.
+    fn matrix_kernels(&self, gpu: &Gpu) -> Result<Vec<MatrixOutcome>, Box<dyn Error>> {
+        let mut configurations = matrix::configurations(gpu);
+        configurations.retain(|it| self.kernel.is_none_or(|kernel| it.family() == kernel));
+        let bar = Bar::new("checking");
+        bar.begin(configurations.len() as u64);
+        Ok(matrix::run(gpu, &configurations, &bar)?)
     }
-    let of = |it: check::CheckedSequences| {
-        (it.backend, it.kernel.to_owned(), it.case, it.outcome.map(CaseResult::from))
-    };
-    lines(dtype, checked.into_iter().map(of))
 }
 
 /// Operations of a case whose gradients are checked on a CPU alone.
 const CPU_OPERATIONS: f64 = 6e7;
-
-/// Back end, kernel, case and what came of it.
-type CheckedCase = (&'static str, String, String, Result<CaseResult, flashcore::Error>);
 
 /// The result of a case.
 struct CaseResult {
@@ -398,34 +379,23 @@ impl From<GradientsOutcome> for CaseResult {
 }
 
 /// One line per kernel.
-fn lines(dtype: DType, checked: impl Iterator<Item = CheckedCase>) -> Vec<Line> {
+fn lines<O>(dtype: DType, checked: impl IntoIterator<Item = Checked<O>>) -> Vec<Line>
+where
+    CaseResult: From<O>,
+{
     let mut lines: Vec<Line> = Vec::new();
-    for (backend, kernel, case, outcome) in checked {
-        let is_its = |line: &Line| (line.backend, &line.kernel) == (backend, &kernel);
+    for Checked { case, backend, kernel, outcome } in checked {
+        let is_its = |line: &Line| (line.backend, line.kernel.as_str()) == (backend, kernel);
         let index = lines.iter().position(is_its).unwrap_or_else(|| {
-            lines.push(Line::new(backend, kernel.clone(), dtype));
+            lines.push(Line::new(backend, kernel.to_owned(), dtype));
             lines.len() - 1
         });
-        lines[index].add(case, outcome);
+        lines[index].add(case, outcome.map(CaseResult::from));
     }
     for line in &mut lines {
         line.mean_error /= line.cases as f64;
     }
     lines
-}
-
-/// Every matrix kernel that the GPU can run.
-fn check_matrix_kernels(
-    gpu: &Gpu,
-    arguments: &Arguments,
-) -> Result<Vec<MatrixOutcome>, Box<dyn Error>> {
-    let mut configurations = matrix::configurations(gpu);
-    if let Some(kernel) = arguments.preference().kernel {
-        configurations.retain(|configuration| configuration.family() == kernel);
-    }
-    let bar = Bar::new("checking");
-    bar.begin(configurations.len() as u64);
-    Ok(matrix::run(gpu, &configurations, &bar)?)
 }
 
 impl Line {
@@ -464,6 +434,14 @@ impl Line {
     }
 }
 
+/// The last cell of a row, of whose cases so many failed.
+fn verdict(failed: usize) -> (anstyle::Style, String) {
+    match failed {
+        0 => (terminal::GOOD, "passed".to_owned()),
+        count => (terminal::BAD, format!("{count} failed")),
+    }
+}
+
 /// One line per matrix kernel, its configurations together; failures one by one.
 fn describe_matrix_kernels(outcomes: &[MatrixOutcome]) -> String {
     if outcomes.is_empty() {
@@ -479,21 +457,16 @@ fn describe_matrix_kernels(outcomes: &[MatrixOutcome]) -> String {
             let largest =
                 |of: fn(&MatrixOutcome) -> f64| of_family.iter().map(|r| of(r)).fold(0.0, f64::max);
             let mean = of_family.iter().map(|outcome| outcome.mean_error).sum::<f64>();
-            let (style, verdict) = match of_family.iter().filter(|outcome| !outcome.passed).count()
-            {
-                0 => (terminal::GOOD, "passed".to_owned()),
-                count => (terminal::BAD, format!("{count} failed")),
-            };
             vec![
                 terminal::plain(format!("gpu/{family}")),
-                terminal::plain(of_family.len().to_string()),
+                terminal::plain(of_family.len()),
                 terminal::plain(format!("{:.2e}", largest(|outcome| outcome.max_error))),
                 terminal::plain(format!("{:.2e}", mean / of_family.len() as f64)),
                 terminal::plain(format!(
                     "{:.0} %",
                     largest(|outcome| outcome.tolerance_used) * 100.0
                 )),
-                (style, verdict),
+                verdict(of_family.iter().filter(|outcome| !outcome.passed).count()),
             ]
         })
         .collect();
@@ -523,21 +496,17 @@ fn describe(machine: &Machine, lines: &[Line]) -> String {
     let rows: Vec<_> = lines
         .iter()
         .map(|line| {
-            let (style, verdict) = match line.failures.len() {
-                0 => (terminal::GOOD, "passed".to_owned()),
-                count => (terminal::BAD, format!("{count} failed")),
-            };
             vec![
                 terminal::plain(format!("{}/{}", line.backend, line.kernel)),
-                terminal::plain(line.dtype.to_string()),
-                terminal::plain(line.cases.to_string()),
+                terminal::plain(line.dtype),
+                terminal::plain(line.cases),
                 terminal::plain(format!("{:.2e}", line.max_error)),
                 terminal::plain(format!("{:.2e}", line.mean_error)),
                 terminal::plain(
                     line.lse_max_error.map_or("-".to_owned(), |error| format!("{error:.2e}")),
                 ),
                 terminal::plain(format!("{:.0} %", line.tolerance_used * 100.0)),
-                (style, verdict),
+                verdict(line.failures.len()),
             ]
         })
         .collect();

@@ -183,14 +183,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         }
     }
     let accepted = judgements.iter().all(|it| it.accepted);
-    if arguments.json {
-        return Answer::json(&Json { accepted, kernels: &judgements }, accepted);
-    }
-    let text: String = match &judgements[..] {
+    let found = Json { accepted, kernels: &judgements };
+    Answer::of(arguments.json, &found, accepted, || match &judgements[..] {
         [judgement] => describe(judgement),
         all => summary(all),
-    };
-    Ok(Answer { text, passed: accepted })
+    })
 }
 
 fn judge(
@@ -431,8 +428,8 @@ fn summary(judgements: &[Judgement]) -> String {
                 count(|it| matches!(it, Outcome::Reject { .. })),
                 count(|it| matches!(it, Outcome::Skip { .. })),
             ];
-            let mut row = vec![(terminal::PLAIN, step.name().to_owned())];
-            row.extend(numbers.map(|number| (terminal::PLAIN, number.to_string())));
+            let mut row = vec![terminal::plain(step.name())];
+            row.extend(numbers.map(terminal::plain));
             row
         })
         .collect();

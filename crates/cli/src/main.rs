@@ -131,6 +131,19 @@ struct Answer {
 }
 
 impl Answer {
+    /// An answer in JSON where that is asked for, and in text where not.
+    fn of(
+        json: bool,
+        value: &impl serde::Serialize,
+        passed: bool,
+        text: impl FnOnce() -> String,
+    ) -> Result<Self, Box<dyn Error>> {
+        match json {
+            true => Answer::json(value, passed),
+            false => Ok(Answer { text: text(), passed }),
+        }
+    }
+
     /// An answer in JSON: an object, in the form that docs/json.md describes.
     fn json(value: &impl serde::Serialize, passed: bool) -> Result<Self, Box<dyn Error>> {
         #[derive(serde::Serialize)]
@@ -220,7 +233,9 @@ fn usage(error: &clap::Error) -> ExitCode {
         return ExitCode::from(2);
     }
     let paragraph = text.split("\n\n").next().unwrap_or_default();
-    let tip = text.lines().find(|line| line.trim().starts_with("tip:"));
+    // An option whose value may be negative takes it as it is: how to pass one is no help.
+    let is_tip = |line: &&str| line.trim().starts_with("tip:") && !line.contains(" as a value");
+    let tip = text.lines().find(is_tip);
     let mut line = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
     if let Some(tip) = tip {
         line += &format!("; {}", tip.trim());

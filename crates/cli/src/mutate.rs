@@ -80,23 +80,26 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         surveys.push(found.map_err(|error| format!("{}: {error}", kernel.name()))?);
     }
     drop(bar);
-    if surveys.iter().all(|survey| survey.possible.values().sum::<usize>() == 0) {
+    if surveys.iter().all(|survey| survey.outcomes.is_empty()) {
         let Arguments { kernel, at, .. } = arguments;
-        return Err(format!("no statement of {kernel} at `{at}` can be changed").into());
+        let possible: usize = surveys.iter().flat_map(|survey| survey.possible.values()).sum();
+        return Err(match possible {
+            0 => format!("no statement of {kernel} at `{at}` can be changed"),
+            _ => format!("none of the {possible} mutants of {kernel} would be tried"),
+        }
+        .into());
     }
     let reports: Vec<Report> = surveys.iter().map(Report::new).collect();
     let passed = reports.iter().all(|it| it.passed);
-    match arguments.json {
-        true => Answer::json(&Reports { passed, kernels: reports }, passed),
-        false => Ok(Answer { text: describe(&reports), passed }),
-    }
+    let json = Reports { passed, kernels: &reports };
+    Answer::of(arguments.json, &json, passed, || describe(&reports))
 }
 
 /// What became of the mutants of each kernel.
 #[derive(Serialize)]
-struct Reports {
+struct Reports<'a> {
     passed: bool,
-    kernels: Vec<Report>,
+    kernels: &'a [Report],
 }
 
 /// What became of the mutants of a kernel.
@@ -121,7 +124,8 @@ struct Line {
     equivalent: usize,
     unreached: usize,
     survived: usize,
-    score: f64,
+    /// The fraction killed of those that are reached and not equivalent; absent if there are none.
+    score: Option<f64>,
 }
 
 /// A mutant that nobody noticed.
@@ -157,7 +161,7 @@ impl Report {
             statement: mutant.site,
         });
         let good = |kind: Kind| match (kind, survey.score(kind)) {
-            (Kind::Value, score) => score.share() >= VALUES_NOTICED,
+            (Kind::Value, score) => score.share().is_none_or(|it| it >= VALUES_NOTICED),
             (Kind::Delete | Kind::Weaken, Score { survived, .. }) => survived == 0,
         };
         Report {
@@ -203,7 +207,7 @@ fn describe(reports: &[Report]) -> String {
 
 impl Line {
     fn cells(&self) -> Vec<(anstyle::Style, String)> {
-        let share = format!("{:.1} %", 100.0 * self.score);
+        let share = self.score.map_or("-".to_owned(), |score| format!("{:.1} %", 100.0 * score));
         let style = if self.survived == 0 { terminal::GOOD } else { terminal::PLAIN };
         let numbers = [
             self.possible,
@@ -213,7 +217,7 @@ impl Line {
             self.unreached,
             self.survived,
         ];
-        let numbers = numbers.map(|number| terminal::plain(number.to_string()));
+        let numbers = numbers.map(terminal::plain);
         [terminal::plain(self.kind)].into_iter().chain(numbers).chain([(style, share)]).collect()
     }
 }

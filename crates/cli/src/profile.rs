@@ -12,7 +12,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, KernelChoice, gate, terminal};
+use crate::{Answer, KernelChoice, destination, gate, terminal};
 
 /// Show where the time goes: inside the forward kernel, and between the launches of the others
 #[derive(Args)]
@@ -71,6 +71,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         Configuration::Forward(forward) => Some(forward),
         _ => None,
     };
+    match &arguments.trace {
+        Some(path) if forward.is_none() => {
+            let path = path.display();
+            return Err(format!(
+                "{name} takes no timestamps, so there is no {path}: only the forward kernel does, \
+                 where --kernel forward can serve the problem"
+            )
+            .into());
+        }
+        Some(path) => destination::admit(path)?,
+        None => {}
+    }
     let (simulated, trace) = forward.map(profile::in_simulator).transpose()?.unwrap_or_default();
     let mut recording = None;
     let mut launches = Vec::new();
@@ -81,22 +93,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     }
     let missing = gpu.as_ref().err().map(ToString::to_string);
     let spans = recording.as_ref().map_or(&[][..], |recording| &recording.spans);
-    let timeline = match &arguments.trace {
-        Some(path) if forward.is_none() => {
-            let path = path.display();
-            return Err(format!(
-                "{name} takes no timestamps, so there is no {path}: only the forward kernel does, \
-                 where --kernel forward can serve the problem"
-            )
-            .into());
-        }
-        Some(path) => {
-            let text = profile::timeline(spans, arguments.blocks, Some((&simulated, &trace)));
-            write(path, &text)?;
-            Some(path.display().to_string())
-        }
-        None => None,
-    };
+    if let Some(path) = &arguments.trace {
+        write(path, &profile::timeline(spans, arguments.blocks, Some((&simulated, &trace))))?;
+    }
     let report = Report {
         problem: problem.text(),
         gpu: recording.as_ref().map(|recording| Measured {
@@ -106,14 +105,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         missing,
         launches,
         simulator: profile::summarise(&simulated),
-        timeline,
+        timeline: arguments.trace.as_ref().map(|path| path.display().to_string()),
         ncu: gate::ncu_line(&name, &name, Some(problem)),
         kernel: name,
     };
-    if arguments.json {
-        return Answer::json(&report, true);
-    }
-    Ok(Answer { text: describe(&report), passed: true })
+    Answer::of(arguments.json, &report, true, || describe(&report))
 }
 
 fn describe(report: &Report) -> String {
@@ -141,7 +137,7 @@ fn describe(report: &Report) -> String {
         text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "launch by launch"));
         let row = |it: &LaunchTime| {
             vec![
-                terminal::plain(it.kernel.clone()),
+                terminal::plain(&it.kernel),
                 terminal::plain(format!("{:.2}", 1e3 * it.milliseconds)),
             ]
         };
@@ -170,7 +166,7 @@ fn table(lines: &[Line]) -> String {
                 terminal::plain(line.phase.to_owned()),
                 terminal::plain(format!("{:.1} %", 100.0 * line.share)),
                 terminal::plain(format!("{:.0}", line.cycles)),
-                terminal::plain(line.count.to_string()),
+                terminal::plain(line.count),
             ]
         })
         .collect();

@@ -131,20 +131,17 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     if let Some(path) = &arguments.plot {
         write(path, &scale::plot(&predictions))?;
     }
-    if arguments.json {
-        let predicted = Predicted {
-            gpu: &setting.times.gpu,
-            source: &setting.times.source,
-            cluster: setting.cluster,
-            memory_bytes: setting.memory_bytes,
-            predictions: &predictions,
-            refusals: &refusals,
-            choices: &choices,
-            plot: arguments.plot.as_ref(),
-        };
-        return Answer::json(&predicted, true);
-    }
-    Ok(Answer { text: text(arguments, &setting, &predictions, &refusals, &choices), passed: true })
+    let predicted = Predicted {
+        gpu: &setting.times.gpu,
+        source: &setting.times.source,
+        cluster: setting.cluster,
+        memory_bytes: setting.memory_bytes,
+        predictions: &predictions,
+        refusals: &refusals,
+        choices: &choices,
+        plot: arguments.plot.as_ref(),
+    };
+    Answer::of(arguments.json, &predicted, true, || text(arguments, &predicted))
 }
 
 /// The problem at every length that is asked for.
@@ -160,16 +157,10 @@ fn problems(arguments: &Arguments) -> Vec<Problem> {
     }
 }
 
-fn text(
-    arguments: &Arguments,
-    setting: &Setting,
-    predictions: &[Prediction],
-    refusals: &[Refusal],
-    choices: &[Choice],
-) -> String {
-    let Setting { times, cluster, .. } = setting;
+fn text(arguments: &Arguments, predicted: &Predicted<'_>) -> String {
+    let Predicted { gpu, source, cluster, predictions, refusals, choices, plot, .. } = predicted;
     let mut text = terminal::fields(&[
-        ("kernels", format!("{}, {}", times.gpu, times.source)),
+        ("kernels", format!("{gpu}, {source}")),
         ("inside", format!("nodes of {}: {}", cluster.node, cluster.inside)),
         ("between", format!("nodes: {}", cluster.between)),
     ]);
@@ -206,7 +197,7 @@ fn text(
             }
         }
     }
-    if let Some(path) = &arguments.plot {
+    if let Some(path) = plot {
         text += &format!("\nwritten {}\n", path.display());
     }
     text
@@ -224,7 +215,7 @@ fn row(it: &Prediction, choices: &[Choice]) -> Vec<(anstyle::Style, String)> {
         _ => it.variant.name().to_owned(),
     };
     vec![
-        terminal::plain(it.ranks.to_string()),
+        terminal::plain(it.ranks),
         (if chosen { terminal::GOOD } else { terminal::PLAIN }, name),
         terminal::plain(milliseconds(it.forward.total)),
         terminal::plain(it.backward.map_or("-".to_owned(), |it| milliseconds(it.total))),

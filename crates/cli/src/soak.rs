@@ -17,13 +17,14 @@ pub(crate) struct Arguments {
     #[arg(long = "for", value_name = "DURATION", value_parser = duration)]
     duration: Option<Duration>,
     /// How many problems at most
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..MOST_PROBLEMS))]
     problems: Option<u64>,
     /// Makes it the same problems again [default: new ones]
     #[arg(long)]
     seed: Option<u64>,
     /// The number of the first problem
-    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0,
+          value_parser = clap::value_parser!(u64).range(..MOST_PROBLEMS))]
     first: u64,
     /// What goes wrong: all, none, or some of corrupted, deleted, read-only, full, killed-sibling,
     /// lost-context, out-of-memory
@@ -42,6 +43,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 }
+
+/// So many problems can be counted, from any of as many first ones on.
+const MOST_PROBLEMS: u64 = 1 << 62;
 
 #[derive(Debug, Clone)]
 struct Faults(Vec<Fault>);
@@ -71,8 +75,8 @@ fn duration(text: &str) -> Result<Duration, String> {
         _ => return Err(format!("`{text}` is no duration such as 90s, 8m or 1h")),
     };
     let given: f64 = number.parse().map_err(|_| format!("`{number}` is no number"))?;
-    let duration =
-        Duration::try_from_secs_f64(given * seconds).map_err(|error| error.to_string())?;
+    let duration = Duration::try_from_secs_f64(given * seconds);
+    let duration = duration.map_err(|_| format!("`{text}` is longer than a clock counts"))?;
     if duration.is_zero() {
         return Err("no problem is answered in no time".to_owned());
     }
@@ -104,10 +108,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         soak::run(&options, &bar, &|text| bar.note(text))?
     };
     let passed = summary.passed;
-    if arguments.json {
-        return Answer::json(&summary, passed);
-    }
-    Ok(Answer { text: describe(&summary), passed })
+    Answer::of(arguments.json, &summary, passed, || describe(&summary))
 }
 
 fn describe(summary: &Summary) -> String {

@@ -21,8 +21,8 @@ pub(crate) const BAD: Style = AnsiColor::Red.on_default().bold();
 pub(crate) const PLAIN: Style = Style::new();
 
 /// A cell of a table in ordinary text.
-pub(crate) fn plain(text: impl Into<String>) -> (Style, String) {
-    (PLAIN, text.into())
+pub(crate) fn plain(content: impl std::fmt::Display) -> (Style, String) {
+    (PLAIN, content.to_string())
 }
 
 /// Text in a style, if standard output is a terminal that wants colours.

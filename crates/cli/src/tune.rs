@@ -20,7 +20,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::progress::Bar;
-use crate::{Answer, KernelChoice, terminal};
+use crate::{Answer, KernelChoice, destination, terminal};
 
 /// Search for the best configurations of the kernels that serve problems
 #[derive(Args)]
@@ -76,16 +76,8 @@ struct Tuned<'a, T> {
 #[derive(Serialize)]
 struct Line {
     problem: String,
-    rules: String,
-    best: String,
-    milliseconds: [f64; 2],
-    speedup: f64,
-    noise: f64,
-    better: bool,
-    generations: usize,
-    seen: usize,
-    measured: usize,
-    seconds: f64,
+    #[serde(flatten)]
+    found: SearchResult,
     effects: Vec<Effect>,
 }
 
@@ -108,6 +100,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     })?;
     let output = arguments.output.clone().or_else(TuningFile::location);
     let output = output.ok_or("there is no place for the result: give --output")?;
+    destination::admit_with_folder(&output)?;
+    TuningFile::read(&output).map_err(|reason| format!("{}: {reason}", output.display()))?;
     let mut log = match &arguments.log {
         Some(path) => Log::open(path)?,
         None => Log::new(),
@@ -151,7 +145,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             save(&output, &gpu, vec![entry])?;
         }
         let its: Vec<_> = log.records().iter().filter(|it| it.problem == name).cloned().collect();
-        lines.push(Line::new(name, &found, effects(&its)));
+        lines.push(Line { problem: name, found, effects: effects(&its) });
     }
     if arguments.json {
         return Answer::json(&Tuned { problems: &lines }, true);
@@ -203,42 +197,23 @@ fn chosen(
     Ok(*choice.kernel())
 }
 
-impl Line {
-    fn new(problem: String, found: &SearchResult, effects: Vec<Effect>) -> Self {
-        Line {
-            problem,
-            rules: found.rules.name(),
-            best: found.best.name(),
-            milliseconds: found.milliseconds,
-            speedup: found.speedup,
-            noise: found.noise,
-            better: found.better,
-            generations: found.generations,
-            seen: found.seen,
-            measured: found.measured,
-            seconds: found.seconds,
-            effects,
-        }
-    }
-}
-
 fn describe(lines: &[Line]) -> String {
     let rows: Vec<_> = lines
         .iter()
-        .map(|line| {
-            let (style, verdict) = match (line.better, line.speedup.ln() < -line.noise) {
+        .map(|Line { problem, found, .. }| {
+            let (style, verdict) = match (found.better, found.speedup.ln() < -found.noise) {
                 (true, _) => (terminal::GOOD, "better"),
                 (false, true) => (terminal::BAD, "worse"),
                 (false, false) => (terminal::PLAIN, "as good"),
             };
             vec![
-                terminal::plain(line.problem.clone()),
-                terminal::plain(format!("{:.3}", line.speedup)),
-                terminal::plain(format!("{:.1} %", 100.0 * line.noise)),
+                terminal::plain(problem),
+                terminal::plain(format!("{:.3}", found.speedup)),
+                terminal::plain(format!("{:.1} %", 100.0 * found.noise)),
                 (style, verdict.to_owned()),
-                terminal::plain(format!("{} of {}", line.measured, line.seen)),
-                terminal::plain(format!("{:.0} s", line.seconds)),
-                terminal::plain(line.best.clone()),
+                terminal::plain(format!("{} of {}", found.measured, found.seen)),
+                terminal::plain(format!("{:.0} s", found.seconds)),
+                terminal::plain(found.best.name()),
             ]
         })
         .collect();
@@ -257,7 +232,7 @@ fn describe(lines: &[Line]) -> String {
                     terminal::plain(format!("{}: {from} to {to}", effect.gene.name())),
                     terminal::plain(format!("{:+.1} %", 100.0 * (effect.speedup - 1.0))),
                     terminal::plain(format!("{least:+.1} to {most:+.1} %")),
-                    terminal::plain(effect.pairs.to_string()),
+                    terminal::plain(effect.pairs),
                 ]
             })
             .collect();
@@ -339,8 +314,8 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
             .map(|it| {
                 let chosen = if it.chosen_by_rules { "the rules' choice" } else { "" };
                 vec![
-                    (terminal::PLAIN, it.configuration.clone()),
-                    (terminal::PLAIN, format!("{:.4}", it.milliseconds)),
+                    terminal::plain(&it.configuration),
+                    terminal::plain(format!("{:.4}", it.milliseconds)),
                     (terminal::NAME, chosen.to_owned()),
                 ]
             })

@@ -53,10 +53,10 @@ pub(crate) struct Arguments {
 }
 
 #[derive(Serialize)]
-struct Json {
+struct Json<'a> {
     /// Where they are now; absent where none is kept.
-    cache: Option<String>,
-    kernels: Vec<Warmed>,
+    cache: Option<&'a str>,
+    kernels: &'a [Warmed],
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
@@ -77,11 +77,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let bar = Bar::new("compiling");
         gpu.warm(&configurations, &bar)?
     };
-    let passed = kernels.iter().all(|kernel| kernel.warnings.is_empty());
-    if arguments.json {
-        return Answer::json(&Json { cache: Some(cache), kernels }, passed);
-    }
-    Ok(Answer { text: describe(&cache, &kernels), passed })
+    answer(arguments.json, Some(&cache), &kernels, || describe(&cache, &kernels))
 }
 
 /// For a GPU of another machine.
@@ -99,15 +95,11 @@ fn for_chip(arguments: &Arguments, chip: &Chip) -> Result<Answer, Box<dyn Error>
         let keep = keep.map(|(driver, _)| (&cache, driver));
         ahead_of_time::assemble(&configurations, chip, &ptxas, keep, &bar)?
     };
-    let passed = kernels.iter().all(|kernel| kernel.warnings.is_empty());
-    let place = keep.map(|(_, place)| place.clone());
-    if arguments.json {
-        return Answer::json(&Json { cache: place, kernels }, passed);
-    }
-    let (version, target) = (ptxas.version, chip.target);
-    let text = match &place {
+    let place = keep.map(|(_, place)| place.as_str());
+    answer(arguments.json, place, &kernels, || match place {
         Some(place) => describe(place, &kernels),
         None => {
+            let (version, target) = (ptxas.version, chip.target);
             let told = format!(
                 "assembled for {target} with ptxas {version} and not kept: the cache goes by the \
                  driver of that machine; `flashcore doctor` tells it there, and --driver \
@@ -115,8 +107,17 @@ fn for_chip(arguments: &Arguments, chip: &Chip) -> Result<Answer, Box<dyn Error>
             );
             table(&kernels) + &terminal::paragraph(&told)
         }
-    };
-    Ok(Answer { text, passed })
+    })
+}
+
+fn answer(
+    json: bool,
+    cache: Option<&str>,
+    kernels: &[Warmed],
+    text: impl FnOnce() -> String,
+) -> Result<Answer, Box<dyn Error>> {
+    let passed = kernels.iter().all(|kernel| kernel.warnings.is_empty());
+    Answer::of(json, &Json { cache, kernels }, passed, text)
 }
 
 impl Arguments {
@@ -164,7 +165,7 @@ fn table(kernels: &[Warmed]) -> String {
                 (true, false) => (terminal::GOOD, "compiled"),
             };
             vec![
-                terminal::plain(kernel.name.clone()),
+                terminal::plain(&kernel.name),
                 terminal::plain(format!("{:.0} ms", kernel.milliseconds)),
                 terminal::plain(terminal::bytes(kernel.bytes as u128)),
                 (style, state.to_owned()),

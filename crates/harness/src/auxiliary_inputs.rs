@@ -142,7 +142,7 @@ impl AuxiliaryInputs {
     }
 
     /// Rows of the softmax that belong to no sequence.
-    pub fn unused_rows(&self, problem: &Problem) -> usize {
+    pub(crate) fn unused_rows(&self, problem: &Problem) -> usize {
         problem.rows() - self.parts(problem).iter().map(Problem::rows).sum::<usize>()
     }
 
@@ -152,7 +152,7 @@ impl AuxiliaryInputs {
     }
 
     /// Bytes that must cross the memory bus at least once.
-    pub fn least_bytes(&self, problem: &Problem) -> f64 {
+    pub(crate) fn least_bytes(&self, problem: &Problem) -> f64 {
         let bytes = |part: &Problem| {
             tensor_bytes(part).map_or(f64::MAX, |all| all.iter().sum::<usize>() as f64)
         };

@@ -87,7 +87,7 @@ impl Provenance {
     }
 
     /// Notes the state of the GPU now, where `nvidia-smi` tells it.
-    pub fn note_conditions(&mut self, when: &str) {
+    pub(crate) fn note_conditions(&mut self, when: &str) {
         self.conditions.extend(Conditions::now(when));
     }
 }
@@ -116,7 +116,7 @@ impl GpuFound {
     }
 
     /// The published bandwidth of its memory in GB/s, where it is a product known here.
-    pub fn memory_bandwidth(&self) -> Option<f64> {
+    pub(crate) fn memory_bandwidth(&self) -> Option<f64> {
         let known = [("H200", 4800.0), ("H100 80GB HBM3", 3350.0), ("H100 PCIe", 2000.0)];
         known.into_iter().find(|(name, _)| self.name.contains(name)).map(|(_, speed)| speed)
     }

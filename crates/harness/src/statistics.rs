@@ -13,7 +13,7 @@ pub fn median(samples: &[f64]) -> f64 {
 }
 
 /// Returns a quantile, interpolated between neighbouring samples.
-pub fn quantile(samples: &[f64], share: f64) -> f64 {
+pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let Some(last) = sorted.len().checked_sub(1) else { return f64::NAN };
@@ -131,6 +131,16 @@ impl Random {
     /// A number from 0 up to, not including, `end`.
     pub fn below(&mut self, end: usize) -> usize {
         (self.bits() % end.max(1) as u64) as usize
+    }
+
+    /// One of some values.
+    pub fn choose<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    /// True once in so many draws.
+    pub fn one_in(&mut self, chances: usize) -> bool {
+        self.below(chances) == 0
     }
 
     /// A number from 0 up to 1.

@@ -155,9 +155,9 @@ impl<'a> Executor<'_, 'a> {
             return Err(self.operation_hazard(operation, HazardKind::MbarrierUninitialised, text));
         };
         if self.grid_state.checked {
-            barrier.gather.join(&operation.start);
+            barrier.releases.current.join(&operation.start);
             let copied = Entry::of(lanes, operation.clock, 0);
-            barrier.gather.known.raise(operation.component, copied);
+            barrier.releases.current.known.raise(operation.component, copied);
         }
         if barrier.pending == 0 {
             let name = self.shared_name(address);
@@ -326,7 +326,7 @@ impl<'a> Executor<'_, 'a> {
         state.in_flight -= 1;
         state.transactions -= bytes as i64;
         if checked {
-            state.gather.known.raise(operation.component, stream_entry(operation.clock));
+            state.releases.current.known.raise(operation.component, stream_entry(operation.clock));
         }
         self.settle_mbarrier(to, barrier, operation.ready_at)
     }

@@ -172,6 +172,12 @@ pub struct Hazard {
 }
 
 impl Hazard {
+    /// Returns the hazard with the place of the other statement involved.
+    pub(crate) fn with_other(mut self: Box<Self>, other: Option<SourceLocation>) -> Box<Self> {
+        self.other = other;
+        self
+    }
+
     /// Returns the text without the line that says how to replay the run.
     pub fn describe(&self) -> String {
         let mut text = format!("hazard: {}\n", self.kind);

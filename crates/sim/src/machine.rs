@@ -132,8 +132,8 @@ pub(crate) struct Cluster<'a> {
     pub(crate) operations: BTreeMap<u64, Operation>,
     pub(crate) next_operation: u64,
     pub(crate) barrier: ClusterBarrier,
-    /// The clock components of bulk loads in flight, one each.
-    slots: Vec<Slot>,
+    /// The clocks of the components of bulk loads in flight, one each.
+    slots: Vec<u32>,
     /// The index of the warp that ran last.
     pub(crate) current: usize,
     /// The cycle from which the tensor cores of each block are free, in the cost model.
@@ -143,11 +143,6 @@ pub(crate) struct Cluster<'a> {
     /// The cycle from which each of the four warp schedulers of each block is free, in the cost
     /// model.
     pub(crate) issue_free: Vec<u64>,
-}
-
-#[derive(Clone, Copy)]
-struct Slot {
-    clock: u32,
 }
 
 /// The number of clock components of a warp: its threads, its `cp.async`s, and the reads and the
@@ -209,12 +204,12 @@ impl<'a> Cluster<'a> {
     pub(crate) fn take_slot(&mut self, issuer: &ClockSet) -> (u32, u32) {
         for slot in 0..self.slots.len() {
             let component = self.slot_component(slot);
-            if issuer.known.get(component).all >= self.slots[slot].clock {
-                self.slots[slot].clock += 1;
-                return (component, self.slots[slot].clock);
+            if issuer.known.get(component).all >= self.slots[slot] {
+                self.slots[slot] += 1;
+                return (component, self.slots[slot]);
             }
         }
-        self.slots.push(Slot { clock: 1 });
+        self.slots.push(1);
         (self.slot_component(self.slots.len() - 1), 1)
     }
 
@@ -318,16 +313,12 @@ pub(crate) struct Mbarrier {
     pub(crate) lane: u32,
     /// Whether a fence has made the initialisation visible beyond the threads of the block.
     pub(crate) published: bool,
-    /// What the arrivals of the current phase release, and what those of all completed phases
-    /// released, which a wait acquires.
-    pub(crate) gather: ClockSet,
-    pub(crate) released: ClockSet,
+    pub(crate) releases: PhaseReleases,
     /// The number of copies in flight that will report to this mbarrier.
     pub(crate) in_flight: u32,
     /// The warps that have arrived, latest last, for messages about deadlocks.
     pub(crate) arrivers: Vec<(usize, SourceLocation)>,
     pub(crate) expected_at: Option<SourceLocation>,
-    pub(crate) completed_at: u64,
     /// The number of phases that had ended when a thread last waited.
     pub(crate) waited: u64,
     /// The arrivals of threads in the current phase and in the one before.
@@ -377,16 +368,33 @@ impl PhaseArrivals {
     }
 }
 
+/// What arrivals at a barrier release.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PhaseReleases {
+    /// What the arrivals of the current phase release.
+    pub(crate) current: ClockSet,
+    /// What those of all completed phases released, which a wait acquires.
+    pub(crate) completed: ClockSet,
+    /// The cycle at which the last phase was completed, in the cost model.
+    pub(crate) completed_at: u64,
+}
+
+impl PhaseReleases {
+    /// Ends the phase.
+    pub(crate) fn advance(&mut self, time: u64) {
+        self.completed.join(&std::mem::take(&mut self.current));
+        self.completed_at = self.completed_at.max(time);
+    }
+}
+
 /// The state of a named barrier.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NamedBarrier {
     pub(crate) expected: u32,
     pub(crate) arrived: Vec<usize>,
     pub(crate) generation: u64,
-    pub(crate) gather: ClockSet,
-    pub(crate) released: ClockSet,
+    pub(crate) releases: PhaseReleases,
     pub(crate) first_at: Option<SourceLocation>,
-    pub(crate) completed_at: u64,
     /// The arrivals for the current generation and for the one before.
     pub(crate) arrivals: PhaseArrivals,
 }
@@ -395,9 +403,7 @@ pub(crate) struct NamedBarrier {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ClusterBarrier {
     pub(crate) generation: u64,
-    pub(crate) gather: ClockSet,
-    pub(crate) released: ClockSet,
-    pub(crate) completed_at: u64,
+    pub(crate) releases: PhaseReleases,
 }
 
 /// The queue of products of a warpgroup.

@@ -343,15 +343,10 @@ impl<'a> Executor<'_, 'a> {
         if let Some(cycle) = self.cycle(first) {
             lines.push(format!("the cycle: {cycle}"));
         }
-        let mut hazard = self.hazard(
-            first,
-            None,
-            HazardKind::Deadlock,
-            format!("nobody can go on:\n{}", lines.join("\n")),
-        );
+        let text = format!("nobody can go on:\n{}", lines.join("\n"));
+        let hazard = self.hazard(first, None, HazardKind::Deadlock, text);
         let other = blocked.iter().find(|w| w.pc != first.pc);
-        hazard.other = other.and_then(|w| self.grid_state.code.places[w.pc]);
-        Some(hazard)
+        Some(hazard.with_other(other.and_then(|w| self.grid_state.code.places[w.pc])))
     }
 
     /// Returns a more specific hazard than a deadlock, where the cause is known.
@@ -379,9 +374,9 @@ impl<'a> Executor<'_, 'a> {
                             continue;
                         };
                         let kind = HazardKind::TransactionCount;
-                        let mut hazard = self.hazard(warp, None, kind, text);
-                        hazard.other = barrier.expected_at.or(barrier.initialised_at);
-                        return Some(hazard);
+                        let hazard = self.hazard(warp, None, kind, text);
+                        let other = barrier.expected_at.or(barrier.initialised_at);
+                        return Some(hazard.with_other(other));
                     }
                 }
                 Wait::Registers { count } => {
@@ -403,9 +398,8 @@ impl<'a> Executor<'_, 'a> {
                          never issue"
                     );
                     let kind = HazardKind::WarpgroupMismatch;
-                    let mut hazard = self.hazard(warp, None, kind, text);
-                    hazard.other = self.grid_state.code.places[product.step];
-                    return Some(hazard);
+                    let hazard = self.hazard(warp, None, kind, text);
+                    return Some(hazard.with_other(self.grid_state.code.places[product.step]));
                 }
                 Wait::Named { barrier, .. } => {
                     let others_done = (self.cluster.warps.iter().flatten())

@@ -23,7 +23,7 @@ use device::{gpu, hopper};
 fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
     let backends: [&dyn Backend; 1] = [backend];
     let checked = check::run_all(&backends, Some(kernel), cases, &());
-    let complaint = |Checked { case, outcome, .. }: &Checked<'_>| match outcome {
+    let complaint = |Checked { case, outcome, .. }: &Checked| match outcome {
         Ok(outcome) if outcome.passed => None,
         Ok(outcome) => Some(format!("{case}: {outcome}")),
         Err(error) => Some(format!("{case}: {error}")),

@@ -129,10 +129,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         Some(Action::Compare(files)) => {
             let [first, second] = [&files.first, &files.second].map(|path| Results::read(path));
             let comparison = compare(&first?, &second?);
-            match files.json {
-                true => Answer::json(&comparison, true),
-                false => Ok(Answer { text: table::comparison(&comparison), passed: true }),
-            }
+            Answer::of(files.json, &comparison, true, || table::comparison(&comparison))
         }
         Some(Action::Report(files)) => {
             let results = Results::read(&files.results)?;
@@ -204,10 +201,7 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
         return same(options, trials, arguments.json);
     }
     if let Some(prefix) = &arguments.output {
-        let path = with_suffix(prefix, ".json");
-        // What is wrong here is what the trial says.
-        let _ = path.parent().map(std::fs::create_dir_all);
-        destination::admit(&path)?;
+        destination::admit_with_folder(&with_suffix(prefix, ".json"))?;
     }
     let mut screen = Bar::new("measuring");
     let results = harness::bench::run(&options, &mut screen)?;
@@ -222,10 +216,7 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
         write(&path, &serde_json::to_string(&results)?)?;
         written = format!("written {}\n", path.display()) + &draw(prefix, &results)?;
     }
-    if arguments.json {
-        return Answer::json(&results, passed);
-    }
-    Ok(Answer { text: table::results(&results) + &written, passed })
+    Answer::of(arguments.json, &results, passed, || table::results(&results) + &written)
 }
 
 /// Writes the page and the plots, and says where.
@@ -349,14 +340,12 @@ fn same(mut options: Options, trials: usize, json: bool) -> Result<Answer, Box<d
     let within_noise = differences.iter().filter(|it| !it.is_significant()).count();
     let trials = differences.len();
     let passed = 20 * within_noise >= 19 * trials;
-    if json {
-        return Answer::json(&Trials { trials, within_noise, differences }, passed);
-    }
     let noises: Vec<f64> = differences.iter().map(|it| 100.0 * it.noise).collect();
-    let text = terminal::fields(&[
-        ("trials", format!("{trials}, the same kernel under two names")),
-        ("within noise", format!("{within_noise} ({})", terminal::verdict(passed))),
-        ("noise", format!("{:.2} % in the median", harness::statistics::median(&noises))),
-    ]);
-    Ok(Answer { text, passed })
+    Answer::of(json, &Trials { trials, within_noise, differences }, passed, || {
+        terminal::fields(&[
+            ("trials", format!("{trials}, the same kernel under two names")),
+            ("within noise", format!("{within_noise} ({})", terminal::verdict(passed))),
+            ("noise", format!("{:.2} % in the median", harness::statistics::median(&noises))),
+        ])
+    })
 }

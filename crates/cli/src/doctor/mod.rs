@@ -64,10 +64,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         insisted: insisted(),
         plans,
     };
-    if arguments.json {
-        return Answer::json(&findings, true);
-    }
-    Ok(Answer { text: describe(&findings), passed: true })
+    Answer::of(arguments.json, &findings, true, || describe(&findings))
 }
 
 /// What the environment insists on, and for which pass.

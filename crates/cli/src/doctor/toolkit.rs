@@ -14,6 +14,8 @@ pub(super) struct Tool {
     path: Option<String>,
     /// Only assemblers are asked: what they make of a kernel depends on it.
     version: Option<String>,
+    /// Why it cannot be used, if it is there.
+    missing: Option<String>,
 }
 
 /// Every assembler, and the rest by name.
@@ -27,6 +29,12 @@ pub(super) fn look() -> Vec<Tool> {
             ..Tool::new("ptxas", Some(&ptxas.path))
         })
         .collect();
+    tools.extend(
+        toolkit.unusable.iter().map(|it| Tool {
+            missing: Some(it.reason.clone()),
+            ..Tool::new("ptxas", Some(&it.path))
+        }),
+    );
     if tools.is_empty() {
         tools.push(Tool::new("ptxas", None));
     }
@@ -46,12 +54,16 @@ fn find(toolkit: &Toolkit, name: &str) -> Option<PathBuf> {
 
 impl Tool {
     fn new(name: &'static str, path: Option<&Path>) -> Self {
-        Tool { name, path: path.map(|path| path.display().to_string()), version: None }
+        let path = path.map(|path| path.display().to_string());
+        Tool { name, path, version: None, missing: None }
     }
 }
 
 impl fmt::Display for Tool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(reason) = &self.missing {
+            return write!(f, "not usable: {reason}");
+        }
         match (&self.path, &self.version) {
             (Some(path), Some(version)) => write!(f, "{version}, {path}"),
             (Some(path), None) => f.write_str(path),

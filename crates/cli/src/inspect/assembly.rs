@@ -10,6 +10,7 @@ use ptx::{Compiler, Program, Target};
 use serde::Serialize;
 
 use super::choose::default_target;
+use super::loops::InLoops;
 use crate::progress::Bar;
 use crate::terminal;
 
@@ -47,6 +48,8 @@ struct Costs {
     spill_store_bytes: u32,
     spill_load_bytes: u32,
     barriers: Option<u32>,
+    /// Absent without a disassembler that knows the machine code.
+    in_loops: Option<InLoops>,
 }
 
 /// The machine code of a PTX text.
@@ -72,11 +75,11 @@ impl Assembly {
         bar.begin((tried.len() + usize::from(driver.is_some())) as u64);
         let mut assemblers = Vec::new();
         for ptxas in tried {
-            assemblers.push(Assembler::ptxas(ptxas, program));
+            assemblers.push(Assembler::ptxas(&toolkit, ptxas, program));
             bar.advance(1);
         }
         if let Some(info) = driver {
-            assemblers.push(Assembler::driver(&info, program));
+            assemblers.push(Assembler::driver(&toolkit, &info, program));
         }
         if assemblers.is_empty() {
             let old = || format!("every ptxas here is older than {target}");
@@ -94,7 +97,7 @@ impl Assembly {
     pub(super) fn describe(&self) -> String {
         let mut text = String::new();
         if !self.assemblers.is_empty() {
-            let heading = ["assembler", "registers", "spills", "stack frame", "time"];
+            let heading = ["assembler", "registers", "spills", "stack frame", "in loops", "time"];
             let rows: Vec<_> = self.assemblers.iter().map(Assembler::row).collect();
             text += &format!("\n{}", terminal::table(&heading, &rows));
         }
@@ -137,14 +140,15 @@ fn verdict(assemblers: &[Assembler]) -> (bool, String) {
 }
 
 impl Assembler {
-    fn ptxas(ptxas: &Ptxas, program: &Program) -> Self {
+    fn ptxas(toolkit: &Toolkit, ptxas: &Ptxas, program: &Program) -> Self {
         let name = format!("ptxas {}", ptxas.version);
         let path = Some(ptxas.path.display().to_string());
         let compiler = Compiler::of_cuda(ptxas.version.major, ptxas.version.minor);
-        match ptxas.assemble(&ptx::print_for(program, compiler), &Options::default()) {
+        let options = Options { keep_cubin: true, ..Options::default() };
+        match ptxas.assemble(&ptx::print_for(program, compiler), &options) {
             Ok(assembled) => {
                 let seconds = Some(assembled.seconds);
-                Assembler { path, seconds, ..Assembler::accepted(name, assembled) }
+                Assembler { path, seconds, ..Assembler::accepted(name, assembled, toolkit) }
             }
             Err(toolkit::Error::Failed { log, .. }) => {
                 Assembler { path, ..Assembler::refused(name, log) }
@@ -154,27 +158,31 @@ impl Assembler {
     }
 
     /// The compiler inside the driver, which is the one that counts when the kernel runs.
-    fn driver(info: &DeviceInfo, program: &Program) -> Self {
+    fn driver(toolkit: &Toolkit, info: &DeviceInfo, program: &Program) -> Self {
         let version = info.driver.version;
         let name = format!("driver {version}");
         let ptx = ptx::print_for(program, Compiler::of_cuda(version.major, version.minor));
         match Device::open(info.ordinal).and_then(|device| device.compile(&ptx)) {
-            Ok(cubin) => Assembler {
-                seconds: Some(cubin.milliseconds / 1e3),
-                ..Assembler::accepted(name, Assembled::from_log(cubin.log))
-            },
+            Ok(cubin) => {
+                let seconds = Some(cubin.milliseconds / 1e3);
+                let assembled =
+                    Assembled { cubin: Some(cubin.bytes), ..Assembled::from_log(cubin.log) };
+                Assembler { seconds, ..Assembler::accepted(name, assembled, toolkit) }
+            }
             Err(cuda::Error::Compile { log }) => Assembler::refused(name, log),
             Err(error) => Assembler::refused(name, error.to_string()),
         }
     }
 
-    fn accepted(name: String, assembled: Assembled) -> Self {
+    fn accepted(name: String, assembled: Assembled, toolkit: &Toolkit) -> Self {
+        let sass = assembled.cubin.as_deref().and_then(|cubin| toolkit.disassemble(cubin).ok());
         let costs = Costs {
             registers: assembled.registers,
             stack_frame_bytes: assembled.stack_frame_bytes,
             spill_store_bytes: assembled.spill_store_bytes,
             spill_load_bytes: assembled.spill_load_bytes,
             barriers: assembled.barriers,
+            in_loops: sass.map(|sass| InLoops::count(&sass)),
         };
         Assembler {
             name,
@@ -196,20 +204,22 @@ impl Assembler {
 
     fn row(&self) -> Vec<(anstyle::Style, String)> {
         let bytes = |bytes: u32| match bytes {
-            0 => terminal::plain("none".to_owned()),
+            0 => terminal::plain("none"),
             bytes => (terminal::BAD, format!("{bytes} bytes")),
         };
-        let mut row = vec![terminal::plain(self.name.clone())];
+        let mut row = vec![terminal::plain(&self.name)];
         match &self.costs {
             Some(costs) => row.extend([
-                terminal::plain(costs.registers.to_string()),
+                terminal::plain(costs.registers),
                 bytes(costs.spill_store_bytes + costs.spill_load_bytes),
                 bytes(costs.stack_frame_bytes),
+                terminal::plain(costs.in_loops.as_ref().map_or("-".to_owned(), InLoops::to_string)),
             ]),
             None => row.extend([
                 (terminal::BAD, "refused".to_owned()),
-                terminal::plain("-".to_owned()),
-                terminal::plain("-".to_owned()),
+                terminal::plain("-"),
+                terminal::plain("-"),
+                terminal::plain("-"),
             ]),
         }
         let time = self.seconds.map_or_else(

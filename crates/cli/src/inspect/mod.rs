@@ -3,6 +3,7 @@
 
 mod assembly;
 pub(crate) mod choose;
+mod loops;
 mod plan;
 mod program;
 
@@ -85,11 +86,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     }
     let anatomy = Anatomy::of(&shipped, &program, &ptx);
     let assembly = Assembly::of(&program, target);
-    if arguments.json {
-        let ptx = arguments.ptx.then_some(ptx);
-        return Answer::json(&Json { anatomy, assembly, ptx, sass }, true);
-    }
-    Ok(Answer { text: anatomy.describe() + &assembly.describe(), passed: true })
+    let found = Json { anatomy, assembly, ptx: arguments.ptx.then_some(ptx), sass };
+    let text = || found.anatomy.describe() + &found.assembly.describe();
+    Answer::of(arguments.json, &found, true, text)
 }
 
 #[derive(Serialize)]

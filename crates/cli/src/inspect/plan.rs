@@ -117,10 +117,7 @@ pub(super) fn run(
     let (target, multiprocessors) = (chip.target.to_string(), chip.multiprocessors);
     let gpu = ChipFound { target, multiprocessors, assumed };
     let found = Found { gpu, scale: problem.scale(), plan, launches, memory, assembly };
-    if json {
-        return Answer::json(&found, true);
-    }
-    Ok(Answer { text: describe(&found), passed: true })
+    Answer::of(json, &found, true, || describe(&found))
 }
 
 fn describe(found: &Found) -> String {

@@ -171,10 +171,10 @@ impl SharedMemory {
                 .iter()
                 .map(|region| {
                     vec![
-                        terminal::plain(region.name.clone()),
-                        terminal::plain(region.offset.to_string()),
-                        terminal::plain(region.bytes.to_string()),
-                        terminal::plain(region.alignment.to_string()),
+                        terminal::plain(&region.name),
+                        terminal::plain(region.offset),
+                        terminal::plain(region.bytes),
+                        terminal::plain(region.alignment),
                     ]
                 })
                 .collect();

@@ -140,10 +140,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     };
     let report = Report::new(&kernel, &scene, mode, &policies, &outcomes, timeline, replay);
     let passed = report.passed;
-    if arguments.json {
-        return Answer::json(&report, passed);
-    }
-    Ok(Answer { text: report.describe(), passed })
+    Answer::of(arguments.json, &report, passed, || report.describe())
 }
 
 /// A word as a shell takes it: functions have spaces, brackets and dollars.

@@ -128,7 +128,7 @@ impl Report {
                 let number = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
                 let used = line.tolerance_used.map(|used| format!("{:.0} %", 100.0 * used));
                 vec![
-                    (terminal::PLAIN, line.policy.clone()),
+                    terminal::plain(&line.policy),
                     (style, format!("{} of {}", line.passed, line.seeds)),
                     (terminal::PLAIN, number(line.max_error.map(|error| format!("{error:.1e}")))),
                     (terminal::PLAIN, number(used)),
@@ -156,7 +156,7 @@ impl Report {
         let rows: Vec<_> = (Measure::ALL.iter())
             .filter(is_shown)
             .map(|measure| {
-                let name = (terminal::PLAIN, measure.name().to_owned());
+                let name = terminal::plain(measure.name());
                 let counts =
                     lines.iter().map(|it| (terminal::PLAIN, it.counts[measure.name()].to_string()));
                 [name].into_iter().chain(counts).collect()

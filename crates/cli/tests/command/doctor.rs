@@ -58,6 +58,23 @@ fn a_cache_that_cannot_be_written_is_said_and_no_failure() {
     assert!(text.contains("cannot be kept in /proc/x: "), "{text}");
 }
 
+/// It is found, but does not tell its version: an empty folder of tools would say the same otherwise.
+#[test]
+#[cfg(unix)]
+fn an_assembler_that_cannot_be_used_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let ptxas = folder.path().join("ptxas");
+    std::os::unix::fs::symlink("/bin/false", &ptxas).unwrap();
+    let mut doctor = command(&["doctor", "--json"]);
+    doctor.env("FLASHCORE_TOOLS", folder.path());
+    let answer: Value = serde_json::from_str(&success(doctor)).unwrap();
+    let path = ptxas.to_str().unwrap();
+    let tools = answer["toolkit"].as_array().unwrap();
+    let found = tools.iter().find(|it| it["path"] == path).unwrap();
+    let reason = found["missing"].as_str().unwrap();
+    assert!(reason.starts_with(&format!("{path} failed: ")), "{reason}");
+}
+
 #[test]
 fn the_pass_of_a_kernel_that_is_insisted_on_is_said() {
     for (kernel, said) in [

@@ -67,6 +67,8 @@ fn mistakes_in_the_command_are_one_line_and_exit_code_2() {
     assert!(fail(2, &["attend", "--input", "x", "--seq", "3"]).contains("cannot be used with"));
     assert!(fail(2, &["attend", "--unheard-of"]).contains("--unheard-of"));
     assert!(fail(2, &["unheard-of"]).contains("unheard-of"));
+    // How to pass a negative number as a kernel's name is no help.
+    assert_eq!(fail(2, &["gate", "single", "--at-least", "-1"]), "unexpected argument '-1' found");
 }
 
 #[test]

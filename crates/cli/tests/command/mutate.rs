@@ -1,5 +1,7 @@
 //! `flashcore mutate`.
 
+use serde_json::Value;
+
 use crate::{fail, json, succeed};
 
 #[test]
@@ -17,6 +19,19 @@ fn mistakes_are_counted_by_kind() {
     let deleted = &kinds[0];
     assert_eq!((&deleted["killed"], &deleted["survived"]), (&5.into(), &0.into()), "{deleted}");
     assert!(deleted["by"].as_object().unwrap().keys().all(|by| by != "refused"), "{deleted}");
+}
+
+#[test]
+fn where_nothing_was_tried_there_is_no_score() {
+    let nothing = ["mutate", "sequencer_sm_90a", "--weakened", "0", "--values", "0"];
+    let report = &json(&[&nothing[..], &["--deleted", "2", "--json"]].concat())["kernels"][0];
+    let scores: Vec<_> =
+        report["kinds"].as_array().unwrap().iter().map(|it| &it["score"]).collect();
+    assert_eq!(scores, [&1.0.into(), &Value::Null, &Value::Null], "{report}");
+    let text = succeed(&[&nothing[..], &["--deleted", "2"]].concat());
+    assert_eq!(text.matches('%').count(), 1, "{text}");
+    let message = fail(1, &[&nothing[..], &["--deleted", "0"]].concat());
+    assert!(message.ends_with("mutants of sequencer_sm_90a would be tried"), "{message}");
 }
 
 #[test]

@@ -56,7 +56,11 @@ fn problems_come_again() {
 #[test]
 fn mistakes_are_named() {
     assert!(fail(2, &["soak", "--for", "8"]).contains("is no duration such as 90s, 8m or 1h"));
+    assert!(fail(2, &["soak", "--for", "1e30h"]).contains("is longer than a clock counts"));
     assert!(fail(2, &["soak", "--problems", "0"]).contains("0 is not in 1.."));
+    // Problems are counted from the first one on.
+    let last = u64::MAX.to_string();
+    assert!(fail(2, &["soak", "--first", &last, "--problems", "3"]).contains("is not in 0.."));
     let message = fail(2, &["soak", "--faults", "flood"]);
     assert!(message.contains("there is no fault `flood`; there are corrupted, "), "{message}");
     if cuda::DeviceInfo::query(0).is_err() {

@@ -28,11 +28,13 @@
 mod assembled;
 
 use std::ffi::OsStr;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
-use std::{env, fmt, fs, io};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+use std::{env, fmt, fs, io, thread};
 
 pub use self::assembled::Assembled;
 
@@ -41,12 +43,23 @@ pub use self::assembled::Assembled;
 pub struct Toolkit {
     /// The assemblers, in the order of the places searched, newest first within a place.
     pub assemblers: Vec<Ptxas>,
+    /// The assemblers that were found but do not tell their version.
+    pub unusable: Vec<Unusable>,
     /// The disassembler that [`Toolkit::disassemble`] runs.
     pub nvdisasm: Option<PathBuf>,
     /// The lister of fat binaries and cubins. It cannot disassemble without `nvdisasm`.
     pub cuobjdump: Option<PathBuf>,
     /// The folders that were searched.
     pub searched: Vec<PathBuf>,
+}
+
+/// A tool that cannot be used.
+#[derive(Debug, Clone)]
+pub struct Unusable {
+    /// The executable.
+    pub path: PathBuf,
+    /// What came of running it, in a line.
+    pub reason: String,
 }
 
 impl Toolkit {
@@ -76,7 +89,8 @@ impl Toolkit {
         let nvdisasm = self.disassembler()?;
         let scratch = Scratch::new()?;
         scratch.write("kernel.cubin", cubin)?;
-        let output = run(nvdisasm, &["--print-code", "kernel.cubin"], Some(&scratch.0))?;
+        let arguments = ["--print-code", "kernel.cubin"];
+        let output = run(nvdisasm, &arguments, Some(&scratch.0), WORK_LIMIT)?;
         if !output.status.success() {
             return Err(failed(nvdisasm, &output));
         }
@@ -120,7 +134,14 @@ impl Toolkit {
                     let real = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
                     if !seen.contains(&real) {
                         seen.push(real);
-                        here.extend(Ptxas::at(path).ok());
+                        match Ptxas::at(&path) {
+                            Ok(ptxas) => here.push(ptxas),
+                            Err(error) => {
+                                let reason =
+                                    error.to_string().lines().collect::<Vec<_>>().join(" ");
+                                toolkit.unusable.push(Unusable { path, reason });
+                            }
+                        }
                     }
                 }
                 let first = |found: &mut Option<PathBuf>, name| {
@@ -139,7 +160,8 @@ impl Toolkit {
     }
 
     fn missing(&self, tool: &str) -> Error {
-        Error::Missing { tool: tool.to_owned(), searched: self.searched.clone() }
+        let unusable = if tool.starts_with("ptxas") { self.unusable.clone() } else { Vec::new() };
+        Error::Missing { tool: tool.to_owned(), searched: self.searched.clone(), unusable }
     }
 }
 
@@ -147,6 +169,11 @@ impl Toolkit {
 const TOOLS: &str = "FLASHCORE_TOOLS";
 /// The environment variable that makes a missing tool a failure of the tests that need it.
 const REQUIRE_TOOLS: &str = "FLASHCORE_REQUIRE_TOOLS";
+
+/// How long a tool may take to tell its version: it takes milliseconds, or a second from a cold disk.
+const VERSION_LIMIT: Duration = Duration::from_secs(10);
+/// How long a tool may work on one kernel: ours take seconds.
+const WORK_LIMIT: Duration = Duration::from_secs(600);
 
 /// Returns the folders to search, grouped by place, in order.
 fn places() -> Vec<Vec<PathBuf>> {
@@ -258,7 +285,7 @@ impl Ptxas {
     /// is an error.
     pub fn at(path: impl Into<PathBuf>) -> Result<Ptxas, Error> {
         let path = path.into();
-        let output = run(&path, &["--version"], None)?;
+        let output = run(&path, &["--version"], None, VERSION_LIMIT)?;
         match Version::from_banner(&String::from_utf8_lossy(&output.stdout)) {
             Some(version) => Ok(Ptxas { path, version }),
             None => Err(failed(&path, &output)),
@@ -285,7 +312,7 @@ impl Ptxas {
             "kernel.ptx",
         ];
         let begin = Instant::now();
-        let output = run(&self.path, &arguments, Some(&scratch.0))?;
+        let output = run(&self.path, &arguments, Some(&scratch.0), WORK_LIMIT)?;
         let seconds = begin.elapsed().as_secs_f64();
         if !output.status.success() {
             return Err(failed(&self.path, &output));
@@ -312,6 +339,8 @@ pub enum Error {
         tool: String,
         /// The folders that were searched.
         searched: Vec<PathBuf>,
+        /// What was found there but cannot be used.
+        unusable: Vec<Unusable>,
     },
     /// The tool exists but the operating system could not start it.
     NotStarted {
@@ -319,6 +348,13 @@ pub enum Error {
         tool: PathBuf,
         /// The error of the operating system.
         source: io::Error,
+    },
+    /// The tool had not ended after as long as it may take, and was stopped.
+    TimedOut {
+        /// The tool.
+        tool: PathBuf,
+        /// How long it may take.
+        limit: Duration,
     },
     /// The tool ran and reported failure.
     Failed {
@@ -341,11 +377,17 @@ pub enum Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Missing { tool, searched } => write!(
-                f,
-                "{tool} not found in the {} folders searched; `cargo xtask tools` fetches it, or set ${TOOLS}",
-                searched.len()
-            ),
+            Error::Missing { tool, searched, unusable } => {
+                let folders = searched.len();
+                write!(
+                    f,
+                    "{tool} not found in the {folders} folders searched; `cargo xtask tools` fetches it, or set ${TOOLS}"
+                )?;
+                unusable.iter().try_for_each(|it| write!(f, "; {}", it.reason))
+            }
+            Error::TimedOut { tool, limit } => {
+                write!(f, "{} has not ended within {} s", tool.display(), limit.as_secs_f64())
+            }
             Error::NotStarted { tool, source } => {
                 write!(f, "cannot start {}: {source}", tool.display())
             }
@@ -372,20 +414,48 @@ impl std::error::Error for Error {
 }
 
 /// Runs a tool in a folder, so that its messages name files without the path of the temporary
-/// folder.
+/// folder. It is stopped after `limit`.
 fn run(
     tool: &Path,
     arguments: &[impl AsRef<OsStr>],
     folder: Option<&Path>,
+    limit: Duration,
 ) -> Result<Output, Error> {
     // A relative path would be resolved from the folder that the tool runs in.
     let absolute = std::path::absolute(tool).unwrap_or_else(|_| tool.to_owned());
     let mut command = Command::new(absolute);
-    command.args(arguments).stdin(Stdio::null());
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     if let Some(folder) = folder {
         command.current_dir(folder);
     }
-    command.output().map_err(|source| Error::NotStarted { tool: tool.to_owned(), source })
+    let not_started = |source| Error::NotStarted { tool: tool.to_owned(), source };
+    let deadline = Instant::now() + limit;
+    let mut child = command.spawn().map_err(not_started)?;
+    let stdout = child.stdout.take().map(read_all);
+    let stderr = child.stderr.take().map(read_all);
+    // A tool closes both streams when it ends.
+    let text = |stream: Option<Receiver<Vec<u8>>>| {
+        stream?.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
+    };
+    let (Some(stdout), Some(stderr)) = (text(stdout), text(stderr)) else {
+        // It may have ended just now.
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(Error::TimedOut { tool: tool.to_owned(), limit });
+    };
+    Ok(Output { status: child.wait().map_err(not_started)?, stdout, stderr })
+}
+
+/// Reads a stream to its end, on a thread that nobody has to wait for.
+fn read_all(mut stream: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What came before an error is all there is to tell.
+        let _ = stream.read_to_end(&mut bytes);
+        let _ = sender.send(bytes);
+    });
+    receiver
 }
 
 fn failed(tool: &Path, output: &Output) -> Error {
@@ -634,6 +704,18 @@ mod tests {
         assert_eq!(target(".target sm_80 // Ampere\n"), Some("sm_80"));
         assert_eq!(target(".target\n"), None);
         assert_eq!(target(""), None);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_tool_that_hangs_is_stopped() {
+        let (begin, limit) = (Instant::now(), Duration::from_millis(100));
+        let error = run(Path::new("/bin/sleep"), &["60"], None, limit).unwrap_err();
+        assert!(matches!(error, Error::TimedOut { .. }), "{error}");
+        assert_eq!(error.to_string(), "/bin/sleep has not ended within 0.1 s");
+        assert!(begin.elapsed() < Duration::from_secs(30));
+        let output = run(Path::new("/bin/sleep"), &["0"], None, Duration::from_secs(30)).unwrap();
+        assert!(output.status.success());
     }
 
     #[test]

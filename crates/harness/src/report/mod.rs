@@ -136,7 +136,7 @@ impl Results {
     }
 
     /// The state of the caches that tables and plots show: cold where it was measured.
-    pub fn shown_cache(&self) -> Cache {
+    pub(crate) fn shown_cache(&self) -> Cache {
         let all = self.cells.iter().flat_map(|cell| &cell.measurements);
         all.map(|it| it.cache).min().unwrap_or(Cache::Cold)
     }
@@ -221,7 +221,7 @@ impl Cell {
     }
 
     /// The gradients of a problem together with the forward pass before them, without measurements.
-    pub fn of_step(problem: &Problem) -> Result<Self, Error> {
+    pub(crate) fn of_step(problem: &Problem) -> Result<Self, Error> {
         let forward = problem.clone().forward();
         let (before, backward) = (Cell::new(&forward)?, Cell::new(&forward.backward())?);
         Ok(Cell {

@@ -112,7 +112,7 @@ impl Cluster {
 
     /// Milliseconds of a collective in which every rank gets, or gives a part of, so many bytes from all
     /// others together: as rings, in which bytes enter a node once, over the links of all its GPUs.
-    pub fn collective(&self, ranks: usize, bytes: u64) -> f64 {
+    pub(crate) fn collective(&self, ranks: usize, bytes: u64) -> f64 {
         if ranks < 2 {
             return 0.0;
         }

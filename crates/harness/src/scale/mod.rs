@@ -35,7 +35,7 @@ use work::RankWork;
 /// The longest sequence.
 pub const LONGEST: usize = 10 << 20;
 /// The most ranks.
-pub const MOST_RANKS: usize = 1024;
+const MOST_RANKS: usize = 1024;
 /// Variants whose times differ by less are as good as each other.
 const TIE_TOLERANCE: f64 = 0.02;
 /// The number of ranks that are simulated. With a causal mask in zig-zag order all ranks have the

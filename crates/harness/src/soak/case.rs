@@ -102,20 +102,12 @@ fn problem(seed: u64, number: u64) -> (Problem, usize) {
     (kind.problem(&mut random), kind.rank)
 }
 
-fn of<T: Copy>(random: &mut Random, values: &[T]) -> T {
-    values[random.below(values.len())]
-}
-
-fn one_in(random: &mut Random, chances: usize) -> bool {
-    random.below(chances) == 0
-}
-
 impl Kind {
     fn of(seed: u64, number: u64) -> Self {
         let random = &mut Random::new(mix(seed.wrapping_add(0x0c1d) ^ mix(number)));
         // Properties cycle with coprime periods, so that the first kinds cover all of their values.
         let turn = |length: usize| (number % length as u64) as usize;
-        let page = of(random, &[1, 16, 16, 48, 64, 128, 256]);
+        let page = random.choose(&[1, 16, 16, 48, 64, 128, 256]);
         let storage = [
             StorageKind::Padded,
             StorageKind::Packed,
@@ -130,18 +122,18 @@ impl Kind {
         let mask =
             [MaskKind::Causal, MaskKind::None, MaskKind::Left, MaskKind::Window, MaskKind::Chunk]
                 [turn(5)];
-        let slopes = of(random, &[Alibi::PerHead, Alibi::PerSequence]);
+        let slopes = random.choose(&[Alibi::PerHead, Alibi::PerSequence]);
         let mut scores = [
             Scores::default(),
             Scores::default().with_sinks(),
             Scores::default(),
-            Scores::default().with_softcap(of(random, &[5.0, 30.0])),
+            Scores::default().with_softcap(random.choose(&[5.0, 30.0])),
             Scores::default(),
             Scores::default().with_alibi(slopes),
             Scores::EVERY_RULE,
         ][turn(7)];
         let types = [DType::BF16, DType::BF16, DType::BF16, DType::F16, DType::F16, DType::F32];
-        let (dtype, dims) = (of(random, &types), of(random, &DIMS));
+        let (dtype, dims) = (random.choose(&types), random.choose(&DIMS));
         // In f32 the rounding of large scores shows in the output. The rule by which results pass
         // takes a row's log-sum-exp for its largest score, which it is not where a sink outweighs
         // the keys: such problems fail by the rule whoever computes them.
@@ -149,22 +141,22 @@ impl Kind {
             DType::F32 => &[0.02, -0.05],
             _ => &[0.02, 0.5, -0.1, 1.0],
         };
-        scores.scale = one_in(random, 4).then(|| of(random, scales));
-        let plain = matches!(storage, StorageKind::Padded) && !one_in(random, 3);
+        scores.scale = random.one_in(4).then(|| random.choose(scales));
+        let plain = matches!(storage, StorageKind::Padded) && !random.one_in(3);
         let lists = Lists {
-            query_lengths: !plain && one_in(random, 4),
+            query_lengths: !plain && random.one_in(4),
             key_lengths: !plain && !matches!(storage, StorageKind::Packed),
-            left_padding: !plain && one_in(random, 6),
+            left_padding: !plain && random.one_in(6),
             batch_index: matches!(storage, StorageKind::Entries),
         };
-        let rank = of(random, &[0, 0, 0, 1, 2]);
+        let rank = random.choose(&[0, 0, 0, 1, 2]);
         // Those of keys in pages are not computed.
         let differentiable = matches!(storage, StorageKind::Padded | StorageKind::Packed);
-        let pass = match differentiable && one_in(random, 2) {
+        let pass = match differentiable && random.one_in(2) {
             true => Pass::Backward,
             false => Pass::Forward,
         };
-        let deterministic = pass == Pass::Backward && one_in(random, 3);
+        let deterministic = pass == Pass::Backward && random.one_in(3);
         Kind { dtype, dims, mask, scores, storage, lists, rank, pass, deterministic }
     }
 
@@ -180,9 +172,9 @@ impl Kind {
         let (queries, keys) = (queries.min(most), keys.min(most));
         // What fits: as many heads and sequences as were drawn, or fewer.
         let room = |row: usize| (elements / (row * dim).max(1)).max(1);
-        let kv_heads = of(random, &[1, 1, 2, 3]).min(room(keys.max(1)));
-        let group = of(random, &[1, 1, 2, 4, 6, 8, 16]).min(room(queries.max(1) * kv_heads));
-        let sequences = of(random, &[1, 1, 2, 3, 5, 9]);
+        let kv_heads = random.choose(&[1, 1, 2, 3]).min(room(keys.max(1)));
+        let group = random.choose(&[1, 1, 2, 4, 6, 8, 16]).min(room(queries.max(1) * kv_heads));
+        let sequences = random.choose(&[1, 1, 2, 3, 5, 9]);
         let batch = sequences.min(room(keys.max(queries * group).max(1) * kv_heads));
         let mask = match self.mask {
             MaskKind::None => Mask::NONE,
@@ -192,11 +184,11 @@ impl Kind {
             MaskKind::Chunk => Mask::CAUSAL.with_chunk(1 + random.below(200)),
         };
         let pages = |random: &mut Random, size: usize| {
-            let columns = keys.div_ceil(size).max(1) + of(random, &[0, 0, 1]);
-            Storage::Paged { size, columns, pages: batch * columns + of(random, &[0, 3]) }
+            let columns = keys.div_ceil(size).max(1) + random.choose(&[0, 0, 1]);
+            Storage::Paged { size, columns, pages: batch * columns + random.choose(&[0, 3]) }
         };
         let packed = |random: &mut Random, length: usize| {
-            Storage::Packed(1 + batch * length / of(random, &[1, 2, 2]))
+            Storage::Packed(1 + batch * length / random.choose(&[1, 2, 2]))
         };
         let (queries_lie, keys_lie) = match self.storage {
             StorageKind::Padded => (Storage::Padded, Storage::Padded),
@@ -226,12 +218,12 @@ impl Kind {
 /// as others; now and then none.
 fn lengths(random: &mut Random) -> (usize, usize) {
     let length = |random: &mut Random| match random.below(3) {
-        0 => of(random, &EDGES),
+        0 => random.choose(&EDGES),
         1 => 1 + random.below(40),
         _ => 1 + random.below(600),
     };
-    if one_in(random, 100) {
-        return of(random, &[(0, 3), (3, 0), (0, 0)]);
+    if random.one_in(100) {
+        return random.choose(&[(0, 3), (3, 0), (0, 0)]);
     }
     match random.below(4) {
         0 => (1, 1 + random.below(2000)),

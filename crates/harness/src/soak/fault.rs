@@ -77,12 +77,12 @@ impl Fault {
     }
 
     /// Whether it is one of a GPU.
-    pub fn needs_gpu(self) -> bool {
+    pub(crate) fn needs_gpu(self) -> bool {
         matches!(self, Fault::LostContext | Fault::OutOfMemory)
     }
 
     /// Whether it happens in a process of its own.
-    pub fn needs_sibling(self) -> bool {
+    pub(crate) fn needs_sibling(self) -> bool {
         matches!(self, Fault::Full | Fault::KilledSibling | Fault::LostContext)
     }
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use kernels::{Configuration, Forward};
 use rayon::prelude::*;
+use serde::{Serialize, Serializer};
 
 use super::log::{Log, Record, TrialOutcome};
 use super::space::{Genome, neighbours, possible};
@@ -74,13 +75,16 @@ const HALVINGS: [usize; 3] = [3, 5, 9];
 const DUEL: usize = 21;
 
 /// What a search found.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SearchResult {
     /// The best.
+    #[serde(serialize_with = "name")]
     pub best: Configuration,
     /// The fingerprint of its PTX.
+    #[serde(skip)]
     pub kernel: String,
     /// What the rules choose.
+    #[serde(serialize_with = "name")]
     pub rules: Configuration,
     /// Milliseconds of both in the last duel.
     pub milliseconds: [f64; 2],
@@ -98,6 +102,10 @@ pub struct SearchResult {
     pub measured: usize,
     /// Seconds it took.
     pub seconds: f64,
+}
+
+fn name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&kernel.name())
 }
 
 /// A member of the population: milliseconds relative to all others, whenever they were measured.
@@ -312,7 +320,7 @@ impl Search<'_> {
                 while genomes.len() < self.options.batch {
                     let genome = match self.random.below(2) {
                         0 => genomes[0].mutate(&mut self.random),
-                        _ => all[self.random.below(all.len())],
+                        _ => self.random.choose(&all),
                     };
                     if !genomes.contains(&genome) {
                         genomes.push(genome);
@@ -336,7 +344,7 @@ impl Search<'_> {
             }
             let parents = self.parent().zip(self.parent());
             let child = match (self.random.below(4), parents) {
-                (0, _) | (_, None) => all[self.random.below(all.len())],
+                (0, _) | (_, None) => self.random.choose(&all),
                 (1, Some((one, two))) => one.cross(two, &mut self.random).mutate(&mut self.random),
                 (2, Some((one, two))) => one.cross(two, &mut self.random),
                 (_, Some((one, _))) => one.mutate(&mut self.random),

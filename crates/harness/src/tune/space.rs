@@ -156,7 +156,7 @@ impl Genome {
     pub fn mutate(self, random: &mut Random) -> Genome {
         let mut child = self;
         for _ in 0..1 + random.below(2) {
-            let gene = Gene::ALL[random.below(Gene::ALL.len())];
+            let gene = random.choose(&Gene::ALL);
             let values = gene.values();
             let here = values.iter().position(|value| *value == child.get(gene)).unwrap_or(0);
             let there = if values.len() > 4 && random.below(3) > 0 {
@@ -181,10 +181,7 @@ impl Genome {
     pub fn all() -> Vec<Genome> {
         let mut all = vec![Genome::POOR];
         for gene in Gene::ALL {
-            all = all
-                .into_iter()
-                .flat_map(|genome| gene.values().into_iter().map(move |it| genome.with(gene, it)))
-                .collect();
+            all = vary(all, &gene.values(), |genome, value| genome.with(gene, value));
         }
         all.sort();
         all.dedup();
@@ -288,42 +285,32 @@ pub fn neighbours(base: &Configuration) -> Vec<Configuration> {
     all.into_iter().filter(|it| seen.insert(*it) && it.program().is_ok()).collect()
 }
 
+/// Every one of some configurations with every value of a parameter.
+fn vary<T: Copy, V: Copy>(all: Vec<T>, values: &[V], with: impl Fn(T, V) -> T) -> Vec<T> {
+    all.into_iter()
+        .flat_map(|it| values.iter().map(move |value| (it, *value)))
+        .map(|(it, value)| with(it, value))
+        .collect()
+}
+
 fn backward_mmas(base: &BackwardMma) -> Vec<Configuration> {
-    let mut all = vec![*base];
-    all = all
-        .iter()
-        .flat_map(|it| [1, 2].map(|key_tiles| BackwardMma { key_tiles, ..*it }))
-        .collect();
-    all = all
-        .iter()
-        .flat_map(|it| [2, 4, 8].map(|key_warps| BackwardMma { key_warps, ..*it }))
-        .collect();
-    all = all
-        .iter()
-        .flat_map(|it| [1, 2, 4].map(|warps| BackwardMma { column_warps: warps, ..*it }))
-        .collect();
-    all = all
-        .iter()
-        .flat_map(|it| [32, 64].map(|query_block| BackwardMma { query_block, ..*it }))
-        .collect();
-    all =
-        all.iter().flat_map(|it| [8, 16, 32, 64].map(|part| BackwardMma { part, ..*it })).collect();
-    all = all
-        .iter()
-        .flat_map(|it| [1, 2].map(|residents| BackwardMma { residents, ..*it }))
-        .collect();
+    let all = vec![*base];
+    let all = vary(all, &[1, 2], |it, key_tiles| BackwardMma { key_tiles, ..it });
+    let all = vary(all, &[2, 4, 8], |it, key_warps| BackwardMma { key_warps, ..it });
+    let all = vary(all, &[1, 2, 4], |it, column_warps| BackwardMma { column_warps, ..it });
+    let all = vary(all, &[32, 64], |it, query_block| BackwardMma { query_block, ..it });
+    let all = vary(all, &[8, 16, 32, 64], |it, part| BackwardMma { part, ..it });
+    let all = vary(all, &[1, 2], |it, residents| BackwardMma { residents, ..it });
     all.into_iter().map(Configuration::BackwardMma).collect()
 }
 
 fn mmas(base: &Mma) -> Vec<Mma> {
-    let mut all = vec![*base];
+    let all = vary(vec![*base], &[4, 8], |it, warps| Mma { warps, ..it });
+    let all = vary(all, &[1, 2], |it, row_tiles| Mma { row_tiles, ..it });
+    let all = vary(all, &[32, 64, 128], |it, key_block| Mma { key_block, ..it });
+    let all = vary(all, &[1, 2], |it, residents| Mma { residents, ..it });
     let sources = [Source::Shared, Source::Registers];
-    all = all.iter().flat_map(|it| [4, 8].map(|warps| Mma { warps, ..*it })).collect();
-    all = all.iter().flat_map(|it| [1, 2].map(|row_tiles| Mma { row_tiles, ..*it })).collect();
-    all =
-        all.iter().flat_map(|it| [32, 64, 128].map(|key_block| Mma { key_block, ..*it })).collect();
-    all = all.iter().flat_map(|it| [1, 2].map(|residents| Mma { residents, ..*it })).collect();
-    all.iter().flat_map(|it| sources.map(|query_source| Mma { query_source, ..*it })).collect()
+    vary(all, &sources, |it, query_source| Mma { query_source, ..it })
 }
 
 /// What the planner chooses of the forward kernel on an H200.

@@ -288,52 +288,39 @@ fn binary(
             };
             warp.set_word(dst, &result);
         }
-        Type::U32 => {
+        Type::U32 | Type::S32 => {
+            let signed = ty == Type::S32;
             let (a, b) = (warp.word(a), warp.word(b));
             let result = match operation {
                 B::Add => map2(&a, &b, |a, b| a.wrapping_add(b)),
                 B::Subtract => map2(&a, &b, |a, b| a.wrapping_sub(b)),
                 B::Multiply => map2(&a, &b, |a, b| a.wrapping_mul(b)),
+                B::MultiplyHigh if signed => {
+                    map2(&a, &b, |a, b| ((a as i32 as i64 * b as i32 as i64) >> 32) as u32)
+                }
                 B::MultiplyHigh => map2(&a, &b, |a, b| ((a as u64 * b as u64) >> 32) as u32),
                 // The hardware gives all ones for a division by zero.
+                B::Divide if signed => map2(&a, &b, |a, b| match b {
+                    0 => u32::MAX,
+                    _ => (a as i32).wrapping_div(b as i32) as u32,
+                }),
                 B::Divide => map2(&a, &b, |a, b| a.checked_div(b).unwrap_or(u32::MAX)),
                 B::DivideRounded => unreachable!("validated: no rounded quotient of integers"),
+                B::Remainder if signed => map2(&a, &b, |a, b| match b {
+                    0 => a,
+                    _ => (a as i32).wrapping_rem(b as i32) as u32,
+                }),
                 B::Remainder => map2(&a, &b, |a, b| a.checked_rem(b).unwrap_or(a)),
+                B::Minimum if signed => map2(&a, &b, |a, b| (a as i32).min(b as i32) as u32),
                 B::Minimum => map2(&a, &b, |a, b| a.min(b)),
+                B::Maximum if signed => map2(&a, &b, |a, b| (a as i32).max(b as i32) as u32),
                 B::Maximum => map2(&a, &b, |a, b| a.max(b)),
                 B::And => map2(&a, &b, |a, b| a & b),
                 B::Or => map2(&a, &b, |a, b| a | b),
                 B::Xor => map2(&a, &b, |a, b| a ^ b),
                 B::ShiftLeft => map2(&a, &b, |a, b| a.checked_shl(b).unwrap_or(0)),
+                B::ShiftRight if signed => map2(&a, &b, |a, b| (a as i32 >> b.min(31)) as u32),
                 B::ShiftRight => map2(&a, &b, |a, b| a.checked_shr(b).unwrap_or(0)),
-            };
-            warp.set_word(dst, &result);
-        }
-        Type::S32 => {
-            let (a, b) = (warp.word(a), warp.word(b));
-            let result = match operation {
-                B::Add => map2(&a, &b, |a, b| a.wrapping_add(b)),
-                B::Subtract => map2(&a, &b, |a, b| a.wrapping_sub(b)),
-                B::Multiply => map2(&a, &b, |a, b| a.wrapping_mul(b)),
-                B::MultiplyHigh => {
-                    map2(&a, &b, |a, b| ((a as i32 as i64 * b as i32 as i64) >> 32) as u32)
-                }
-                B::Divide => map2(&a, &b, |a, b| match b {
-                    0 => u32::MAX,
-                    _ => (a as i32).wrapping_div(b as i32) as u32,
-                }),
-                B::DivideRounded => unreachable!("validated: no rounded quotient of integers"),
-                B::Remainder => map2(&a, &b, |a, b| match b {
-                    0 => a,
-                    _ => (a as i32).wrapping_rem(b as i32) as u32,
-                }),
-                B::Minimum => map2(&a, &b, |a, b| (a as i32).min(b as i32) as u32),
-                B::Maximum => map2(&a, &b, |a, b| (a as i32).max(b as i32) as u32),
-                B::And => map2(&a, &b, |a, b| a & b),
-                B::Or => map2(&a, &b, |a, b| a | b),
-                B::Xor => map2(&a, &b, |a, b| a ^ b),
-                B::ShiftLeft => map2(&a, &b, |a, b| a.checked_shl(b).unwrap_or(0)),
-                B::ShiftRight => map2(&a, &b, |a, b| (a as i32 >> b.min(31)) as u32),
             };
             warp.set_word(dst, &result);
         }

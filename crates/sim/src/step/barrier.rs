@@ -51,9 +51,8 @@ impl<'a> Executor<'_, 'a> {
                 "barrier {barrier} is used for {expected} threads while others wait there for \
                  {wanted}"
             );
-            let mut hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
-            hazard.other = first;
-            return Err(hazard);
+            let hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
+            return Err(hazard.with_other(first));
         }
         if named.arrived.contains(&warp.index) {
             let first = named.first_at;
@@ -61,9 +60,8 @@ impl<'a> Executor<'_, 'a> {
                 "the warp arrives at barrier {barrier} again before the {expected} threads of \
                  the last time are complete"
             );
-            let mut hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
-            hazard.other = first;
-            return Err(hazard);
+            let hazard = self.hazard(warp, None, HazardKind::BarrierCount, text);
+            return Err(hazard.with_other(first));
         }
         named.arrived.push(warp.index);
         if self.grid_state.checked {
@@ -77,19 +75,16 @@ impl<'a> Executor<'_, 'a> {
                      use of the barrier, by {}: the arrival may count for that one",
                     other.actor
                 );
-                let mut hazard = self.hazard(warp, None, HazardKind::UnorderedArrival, text);
-                hazard.other = other.place;
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, HazardKind::UnorderedArrival, text);
+                return Err(hazard.with_other(other.place));
             }
-            named.gather.join(&released);
+            named.releases.current.join(&released);
         }
         if named.arrived.len() as u32 * 32 == expected {
             named.arrived.clear();
             named.arrivals.advance();
             named.generation += 1;
-            named.completed_at = named.completed_at.max(warp.time);
-            let gathered = std::mem::take(&mut named.gather);
-            named.released.join(&gathered);
+            named.releases.advance(warp.time);
         }
         Ok(generation)
     }
@@ -108,9 +103,9 @@ impl<'a> Executor<'_, 'a> {
         warp.cluster_arrived = Some(self.cluster.barrier.generation);
         if self.grid_state.checked && order == ClusterOrder::Release {
             let released = warp.clock.release(u32::MAX);
-            self.cluster.barrier.gather.join(&released);
+            self.cluster.barrier.releases.current.join(&released);
         }
-        self.settle_cluster_barrier_with(warp);
+        self.settle_cluster_barrier(warp.time);
         Ok(())
     }
 
@@ -123,43 +118,19 @@ impl<'a> Executor<'_, 'a> {
         Ok(Flow::Block(Wait::Cluster { generation }))
     }
 
-    fn settle_cluster_barrier_with(&mut self, warp: &Warp<'a>) {
-        let generation = self.cluster.barrier.generation;
-        let arrived = |w: &Warp<'_>| {
-            w.cluster_arrived == Some(generation)
-                || matches!(w.state, State::Blocked(Wait::Cluster { generation: g }) if g == generation)
-                || matches!(w.state, State::Done)
-        };
-        // The executing warp is taken out of the list.
-        let all = self.cluster.warps.iter().flatten().all(|w| arrived(w)) && arrived(warp);
-        if all {
-            let barrier = &mut self.cluster.barrier;
-            barrier.generation += 1;
-            barrier.completed_at = barrier.completed_at.max(warp.time);
-            let gathered = std::mem::take(&mut barrier.gather);
-            barrier.released.join(&gathered);
-        }
-    }
-
-    /// Completes the cluster barrier if only the end of a warp was missing: a warp that has ended
-    /// counts as arrived.
+    /// Completes the cluster barrier if no warp is missing. The executing one, which is taken out of
+    /// the list, has arrived or ended; a warp that has ended counts as arrived.
     pub(super) fn settle_cluster_barrier(&mut self, time: u64) {
-        let generation = self.cluster.barrier.generation;
-        let mut warps = self.cluster.warps.iter().flatten();
-        let waiting = warps.any(|w| {
-            matches!(w.state, State::Blocked(Wait::Cluster { generation: g }) if g == generation)
-        });
-        let arrived = self.cluster.warps.iter().flatten().all(|w| {
-            w.cluster_arrived == Some(generation)
-                || matches!(w.state, State::Blocked(Wait::Cluster { generation: g }) if g == generation)
-                || matches!(w.state, State::Done)
-        });
-        if waiting && arrived {
-            let barrier = &mut self.cluster.barrier;
+        let barrier = &mut self.cluster.barrier;
+        let generation = barrier.generation;
+        let arrived = |warp: &Warp<'_>| match &warp.state {
+            State::Done => true,
+            State::Blocked(Wait::Cluster { generation: waited }) => *waited == generation,
+            _ => warp.cluster_arrived == Some(generation),
+        };
+        if self.cluster.warps.iter().flatten().all(|warp| arrived(warp)) {
             barrier.generation += 1;
-            barrier.completed_at = barrier.completed_at.max(time);
-            let gathered = std::mem::take(&mut barrier.gather);
-            barrier.released.join(&gathered);
+            barrier.releases.advance(time);
         }
     }
 
@@ -186,9 +157,8 @@ impl<'a> Executor<'_, 'a> {
                 let name = self.shared_name(address);
                 let text = format!("{name} is a memory barrier already");
                 let kind = HazardKind::MbarrierReinitialised;
-                let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = first;
-                return Err(hazard);
+                let hazard = self.hazard(warp, Some(lane), kind, text);
+                return Err(hazard.with_other(first));
             }
             if self.grid_state.checked {
                 let target = Target::Shared { block, offset };
@@ -207,12 +177,10 @@ impl<'a> Executor<'_, 'a> {
                 clock: warp.clock.now,
                 lane,
                 published: false,
-                gather: Default::default(),
-                released: Default::default(),
+                releases: Default::default(),
                 in_flight: 0,
                 arrivers: Vec::new(),
                 expected_at: None,
-                completed_at: 0,
                 waited: 0,
                 arrivals: Default::default(),
             };
@@ -273,9 +241,8 @@ impl<'a> Executor<'_, 'a> {
             return Ok((block, local));
         };
         let kind = HazardKind::MbarrierInitNotVisible;
-        let mut hazard = self.hazard(warp, Some(lane), kind, text);
-        hazard.other = barrier.initialised_at;
-        Err(hazard)
+        let hazard = self.hazard(warp, Some(lane), kind, text);
+        Err(hazard.with_other(barrier.initialised_at))
     }
 
     pub(super) fn mbarrier_arrive(
@@ -314,11 +281,10 @@ impl<'a> Executor<'_, 'a> {
                         phase - 1
                     );
                     let kind = HazardKind::UnorderedArrival;
-                    let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                    hazard.other = other.place;
-                    return Err(hazard);
+                    let hazard = self.hazard(warp, Some(lane), kind, text);
+                    return Err(hazard.with_other(other.place));
                 }
-                barrier.gather.join(released);
+                barrier.releases.current.join(released);
             }
             if let Some(place) = place {
                 barrier.arrivers.retain(|(w, _)| *w != warp.index);
@@ -330,9 +296,8 @@ impl<'a> Executor<'_, 'a> {
                 let name = self.shared_name(local);
                 let text = format!("{count} arrivals at {name}, whose phase waits for {pending}");
                 let kind = HazardKind::MbarrierOverArrived;
-                let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = initialised_at;
-                return Err(hazard);
+                let hazard = self.hazard(warp, Some(lane), kind, text);
+                return Err(hazard.with_other(initialised_at));
             }
             barrier.pending -= counts[at];
             self.settle_mbarrier(block, local, warp.time)?;
@@ -422,9 +387,7 @@ impl<'a> Executor<'_, 'a> {
         barrier.phase += 1;
         barrier.arrivals.advance();
         barrier.pending = barrier.expected;
-        barrier.completed_at = barrier.completed_at.max(time);
-        let gathered = std::mem::take(&mut barrier.gather);
-        barrier.released.join(&gathered);
+        barrier.releases.advance(time);
         self.grid_state.progress += 1;
         Ok(())
     }
@@ -450,7 +413,7 @@ impl<'a> Executor<'_, 'a> {
                 done |= 1 << lane;
                 barrier.waited = barrier.phase;
                 if self.grid_state.checked {
-                    warp.clock.acquire(1 << lane, |k| k.join(&barrier.released));
+                    warp.clock.acquire(1 << lane, |k| k.join(&barrier.releases.completed));
                 }
             }
         }
@@ -504,9 +467,8 @@ impl<'a> Executor<'_, 'a> {
                     other.in_block,
                     other.budgets[nth - 1]
                 );
-                let mut hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
-                hazard.other = self.grid_state.code.places[other.pc];
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
+                return Err(hazard.with_other(self.grid_state.code.places[other.pc]));
             }
         }
         let pool = &mut self.cluster.blocks[warp.block].register_pool;
@@ -596,25 +558,26 @@ impl<'a> Executor<'_, 'a> {
                     let block = &mut self.cluster.blocks[warp.block];
                     let Some(barrier) = block.mbarriers.get_mut(&address) else { continue };
                     barrier.waited = barrier.phase;
-                    event_time = event_time.max(barrier.completed_at);
+                    event_time = event_time.max(barrier.releases.completed_at);
                     if checked {
-                        warp.clock.acquire(lanes, |k| k.join(&barrier.released));
+                        warp.clock.acquire(lanes, |k| k.join(&barrier.releases.completed));
                     }
                 }
             }
             Wait::Named { barrier, .. } => {
                 let named = &self.cluster.blocks[warp.block].named_barriers[barrier as usize];
-                event_time = named.completed_at;
+                event_time = named.releases.completed_at;
                 if checked {
                     warp.clock.synchronise();
-                    warp.clock.acquire(u32::MAX, |k| k.join(&named.released));
+                    warp.clock.acquire(u32::MAX, |k| k.join(&named.releases.completed));
                 }
             }
             Wait::Cluster { .. } => {
-                event_time = self.cluster.barrier.completed_at;
+                event_time = self.cluster.barrier.releases.completed_at;
                 if checked {
                     warp.clock.synchronise();
-                    warp.clock.acquire(u32::MAX, |k| k.join(&self.cluster.barrier.released));
+                    warp.clock
+                        .acquire(u32::MAX, |k| k.join(&self.cluster.barrier.releases.completed));
                 }
             }
             Wait::Products { until } => {

@@ -117,9 +117,8 @@ impl<'a> Executor<'_, 'a> {
                             let verb = if write { "written" } else { "read" };
                             let text = format!("{here} is a memory barrier and is {verb} as data");
                             let kind = HazardKind::MbarrierTouched;
-                            let mut hazard = self.event_hazard(event, lane, kind, text);
-                            hazard.other = self.mbarrier_place(target, byte);
-                            return Err(hazard);
+                            let hazard = self.event_hazard(event, lane, kind, text);
+                            return Err(hazard.with_other(self.mbarrier_place(target, byte)));
                         }
                         if !write && !cell.initialised {
                             let here = self.shared_name((byte as u32) + SHARED_BASE);
@@ -207,9 +206,8 @@ impl<'a> Executor<'_, 'a> {
             );
             (HazardKind::TouchedBeforeArrival, text)
         };
-        let mut hazard = self.event_hazard(event, lane, kind, text);
-        hazard.other = copy.and_then(|(_, o)| self.grid_state.code.places[o.step]);
-        hazard
+        let hazard = self.event_hazard(event, lane, kind, text);
+        hazard.with_other(copy.and_then(|(_, o)| self.grid_state.code.places[o.step]))
     }
 
     /// Returns the hazard of a write to memory that a bulk store or product in flight will read.
@@ -239,9 +237,8 @@ impl<'a> Executor<'_, 'a> {
             None => ("a product", self.product_reading(block, address)),
         };
         let text = format!("{what} overwrites {here}, which {reader} in flight is yet to read");
-        let mut hazard = self.event_hazard(event, lane, HazardKind::OverwrittenInFlight, text);
-        hazard.other = step.and_then(|step| self.grid_state.code.places[step]);
-        hazard
+        let hazard = self.event_hazard(event, lane, HazardKind::OverwrittenInFlight, text);
+        hazard.with_other(step.and_then(|step| self.grid_state.code.places[step]))
     }
 
     /// Returns the hazard of an access that conflicts with an earlier one.
@@ -293,9 +290,8 @@ impl<'a> Executor<'_, 'a> {
         };
         let (what, before) = (own.what, other.what);
         let text = format!("{what} {verb} {here}, which {before} ({actor}) {did}, {missing}");
-        let mut hazard = self.event_hazard(event, lane, kind, text);
-        hazard.other = other.place;
-        hazard
+        let hazard = self.event_hazard(event, lane, kind, text);
+        hazard.with_other(other.place)
     }
 
     /// Returns a hazard if another lane of the same instruction stored a different value to the
@@ -340,9 +336,8 @@ impl<'a> Executor<'_, 'a> {
                 let here = self.target_name(target);
                 let text = format!("{here} is loaded as read-only, but the kernel wrote it");
                 let kind = HazardKind::ReadOnlyViolated;
-                let mut hazard = self.hazard(warp, Some(lane), kind, text);
-                hazard.other = self.grid_state.shadow.get(cell.written_by()).place;
-                return Err(hazard);
+                let hazard = self.hazard(warp, Some(lane), kind, text);
+                return Err(hazard.with_other(self.grid_state.shadow.get(cell.written_by()).place));
             }
         }
         Ok(())

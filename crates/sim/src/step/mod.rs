@@ -281,10 +281,9 @@ impl<'a> Executor<'_, 'a> {
             (HazardKind::OperandInFlight, "a product still reads it")
         };
         let text = format!("register {index} is {verb} while {what}");
-        let mut hazard = self.hazard(warp, None, kind, text);
         let step = warp.shadow.product_steps.get(number as usize - 1);
-        hazard.other = step.and_then(|step| self.grid_state.code.places[*step]);
-        hazard
+        let other = step.and_then(|step| self.grid_state.code.places[*step]);
+        self.hazard(warp, None, kind, text).with_other(other)
     }
 
     /// Checks that all lanes of the warp reach an instruction together.

@@ -91,9 +91,8 @@ impl<'a> Executor<'_, 'a> {
                     "product {number} of this warp is not product {number} of the others in its \
                      warpgroup"
                 );
-                let mut hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
-                hazard.other = other;
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, HazardKind::WarpgroupMismatch, text);
+                return Err(hazard.with_other(other));
             }
             product.issued |= member;
             product.issued_at = product.issued_at.max(warp.time);
@@ -185,10 +184,10 @@ impl<'a> Executor<'_, 'a> {
                     "no wgmma.fence precedes the first product".to_owned()
                 };
                 let kind = HazardKind::MissingWgmmaFence;
-                let mut hazard = self.hazard(warp, None, kind, text);
-                hazard.other =
-                    touched.then(|| self.grid_state.code.places[step as usize]).flatten();
-                return Err(hazard);
+                let hazard = self.hazard(warp, None, kind, text);
+                return Err(hazard.with_other(
+                    touched.then(|| self.grid_state.code.places[step as usize]).flatten(),
+                ));
             }
         }
         let read = operands.iter().chain(if accumulate { d } else { &[] });
@@ -446,9 +445,10 @@ impl<'a> Executor<'_, 'a> {
                         descriptor.swizzle
                     );
                     let kind = HazardKind::SwizzleMismatch;
-                    let mut hazard = self.event_hazard(event, NO_LANE, kind, text);
-                    hazard.other = self.grid_state.shadow.get(cell.written_by()).place;
-                    return Err(hazard);
+                    let hazard = self.event_hazard(event, NO_LANE, kind, text);
+                    return Err(
+                        hazard.with_other(self.grid_state.shadow.get(cell.written_by()).place)
+                    );
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Hazards of clusters: accesses to the shared memory of other blocks.
 
 use flashcore_sim::HazardKind as H;
-use ptx::{Builder, Expression, Mbarriers, Scope, Target};
+use ptx::{Builder, ClusterOrder, Expression, Instruction, Mbarriers, Scope, Target};
 
 use crate::{fails, hazard, passes};
 
@@ -73,4 +73,18 @@ fn two_lanes(synced: bool) -> ptx::Program {
 fn block_has_exited_for_one_lane() {
     passes(&two_lanes(true));
     fails("block_has_exited_for_one_lane", H::ExitedBlock, &two_lanes(false));
+}
+
+/// A warp that has ended counts as arrived at the cluster's barrier, also where it ends between the
+/// arrival and the wait of another.
+#[test]
+fn a_warp_that_has_ended_is_not_waited_for() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+    let rank = k.cluster_rank();
+    k.if_(rank.equals(0), |k| {
+        k.push(Instruction::ClusterArrive { order: ClusterOrder::Release });
+        (0..60).for_each(|_| k.warp_sync());
+        k.push(Instruction::ClusterWait);
+    });
+    passes(&k.finish().unwrap());
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::sequences::{check_alone, run_alone};
-use super::{CheckedSequences, Outcome};
+use super::{Checked, Outcome};
 use crate::reference::Row;
 use crate::rng::Rng;
 use crate::verdict::{ComparedValue, Judge, Verdict};
@@ -59,18 +59,13 @@ struct Appended {
 
 /// Runs the kernel for the cases of the first `seeds` seeds. It must write what [`serving::append`]
 /// writes in host memory, bit for bit without rotary embeddings.
-pub fn run_appends(
-    gpu: &Gpu,
-    dtype: DType,
-    seeds: u64,
-    progress: &dyn Progress,
-) -> Vec<CheckedSequences> {
+pub fn run_appends(gpu: &Gpu, dtype: DType, seeds: u64, progress: &dyn Progress) -> Vec<Checked> {
     let random = |seed| AppendCase::random(dtype, seed);
     run_alone("append", seeds, progress, random, |case| case.check(gpu))
 }
 
 /// Runs the kernel for the case of one seed.
-pub fn check_append(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
+pub fn check_append(gpu: &Gpu, dtype: DType, seed: u64) -> Checked {
     let random = |seed| AppendCase::random(dtype, seed);
     check_alone("append", seed, random, |case| case.check(gpu))
 }

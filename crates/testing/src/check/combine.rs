@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::sequences::{check_alone, run_alone};
-use super::{CheckedSequences, Outcome};
+use super::{Checked, Outcome};
 use crate::reference::{self, Combined, Row, vector};
 use crate::rng::Rng;
 use crate::verdict::{ComparedValue, Judge, Verdict};
@@ -28,18 +28,13 @@ struct CombineCase {
 }
 
 /// Runs the kernel for the cases of the first `seeds` seeds, against sums in f64.
-pub fn run_combines(
-    gpu: &Gpu,
-    dtype: DType,
-    seeds: u64,
-    progress: &dyn Progress,
-) -> Vec<CheckedSequences> {
+pub fn run_combines(gpu: &Gpu, dtype: DType, seeds: u64, progress: &dyn Progress) -> Vec<Checked> {
     let random = |seed| CombineCase::random(dtype, seed);
     run_alone("combine", seeds, progress, random, |case| case.check(gpu))
 }
 
 /// Runs the kernel for the case of one seed.
-pub fn check_combine(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
+pub fn check_combine(gpu: &Gpu, dtype: DType, seed: u64) -> Checked {
     let random = |seed| CombineCase::random(dtype, seed);
     check_alone("combine", seed, random, |case| case.check(gpu))
 }

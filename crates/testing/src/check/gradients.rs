@@ -166,20 +166,20 @@ fn expecting<T>(
 
 /// Runs every kernel for gradients that accepts a case, or only the one with this name, for every
 /// case. Results are in the order of the cases.
-pub fn run_gradients<'a>(
+pub fn run_gradients(
     backends: &[&dyn Backend],
     kernel: Option<&str>,
-    cases: &'a [Case],
+    cases: &[Case],
     progress: &dyn Progress,
-) -> Vec<Checked<'a, GradientsOutcome>> {
+) -> Vec<Checked<GradientsOutcome>> {
     super::each(cases, progress, |case| check_case(backends, kernel, case))
 }
 
-fn check_case<'a>(
+fn check_case(
     backends: &[&dyn Backend],
     kernel: Option<&str>,
-    case: &'a Case,
-) -> Vec<Checked<'a, GradientsOutcome>> {
+    case: &Case,
+) -> Vec<Checked<GradientsOutcome>> {
     let Ok(arrangement) = arrangement(case) else {
         return Vec::new();
     };
@@ -197,7 +197,7 @@ fn check_case<'a>(
     };
     let checked = kernels.into_iter().zip(outcomes);
     let of = |((backend, kernel), outcome): ((&dyn Backend, &'static str), _)| Checked {
-        case,
+        case: case.to_string(),
         backend: backend.name(),
         kernel,
         outcome,

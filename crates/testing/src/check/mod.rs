@@ -26,7 +26,7 @@ pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
 pub use invariance::{Invariance, on_backend, run_batches};
 pub use ragged_gradients::RaggedGradients;
-pub use sequences::{CheckedSequences, DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
+pub use sequences::{DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// The outcome of a kernel on a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -117,9 +117,9 @@ pub fn run(backend: &dyn Backend, kernel: &str, case: &Case) -> Result<Outcome, 
 
 /// The outcome of one kernel on one of many cases.
 #[derive(Debug)]
-pub struct Checked<'a, O = Outcome> {
-    /// The case.
-    pub case: &'a Case,
+pub struct Checked<O = Outcome> {
+    /// A description of the case.
+    pub case: String,
     /// The back end's name.
     pub backend: &'static str,
     /// The kernel's name.
@@ -128,8 +128,9 @@ pub struct Checked<'a, O = Outcome> {
     pub outcome: Result<O, Error>,
 }
 
-/// Returns the kernels of these back ends that accept a problem, or only the one with this name.
-fn accepting_kernels<'b>(
+/// Returns the kernels of these back ends that accept a problem, the best first, or only the one with
+/// this name.
+pub fn accepting_kernels<'b>(
     backends: &[&'b dyn Backend],
     kernel: Option<&str>,
     problem: &Problem,
@@ -150,53 +151,61 @@ fn accepting_kernels<'b>(
 /// Runs every kernel that accepts a case, or only the one with this name, for every case. The
 /// reference takes all cores and is computed once for each case. Results are in the order of the
 /// cases.
-pub fn run_all<'a>(
+pub fn run_all(
     backends: &[&dyn Backend],
     kernel: Option<&str>,
-    cases: &'a [Case],
+    cases: &[Case],
     progress: &dyn Progress,
-) -> Vec<Checked<'a>> {
+) -> Vec<Checked> {
     each(cases, progress, |case| check_case(backends, kernel, case))
 }
 
-/// Checks each case, on all cores; results are in the order of the cases.
-fn each<'a, T: Send>(
-    cases: &'a [Case],
+/// Checks each case, or each seed, on all cores; results are in the order of the cases.
+fn each<C, K, O>(
+    cases: C,
     progress: &dyn Progress,
-    check: impl Fn(&'a Case) -> Vec<T> + Sync,
-) -> Vec<T> {
-    progress.begin(cases.len() as u64);
+    check: impl Fn(C::Item) -> K + Sync,
+) -> Vec<Checked<O>>
+where
+    C: IntoParallelIterator,
+    K: IntoIterator<Item = Checked<O>>,
+    O: Send,
+{
+    let cases = cases.into_par_iter();
+    progress.begin(cases.opt_len().unwrap_or(0) as u64);
     let check = |case| {
         let checked = check(case);
         progress.advance(1);
         checked
     };
-    cases.par_iter().flat_map_iter(check).collect()
+    cases.flat_map_iter(check).collect()
 }
 
-fn check_case<'a>(
-    backends: &[&dyn Backend],
-    kernel: Option<&str>,
-    case: &'a Case,
-) -> Vec<Checked<'a>> {
+fn check_case(backends: &[&dyn Backend], kernel: Option<&str>, case: &Case) -> Vec<Checked> {
     let Ok(arrangement) = case.arrangement() else {
         return Vec::new();
     };
     let kernels = accepting_kernels(backends, kernel, &case.problem, &arrangement);
-    if kernels.is_empty() {
-        return Vec::new();
-    }
-    let expected = Expected::of(case);
-    kernels
-        .into_iter()
-        .map(|(backend, kernel)| {
-            let outcome = match &expected {
-                Ok(expected) => expected.check(backend, kernel),
-                Err(_) => run(backend, kernel, case),
-            };
-            Checked { case, backend: backend.name(), kernel, outcome }
-        })
-        .collect()
+    check_kernels(case, kernels, || Expected::of(case), Expected::check)
+}
+
+/// Checks kernels on a case. What is expected is computed once, if there is a kernel.
+fn check_kernels<E, O>(
+    case: &impl fmt::Display,
+    kernels: Vec<(&dyn Backend, &'static str)>,
+    expected: impl Fn() -> Result<E, Error>,
+    check: impl Fn(&E, &dyn Backend, &str) -> Result<O, Error>,
+) -> Vec<Checked<O>> {
+    let known = kernels.first().map(|_| expected());
+    let check = |(backend, kernel): (&dyn Backend, &'static str)| {
+        let outcome = match &known {
+            Some(Ok(expected)) => check(expected, backend, kernel),
+            // The error, for this kernel too.
+            _ => expected().and_then(|expected| check(&expected, backend, kernel)),
+        };
+        Checked { case: case.to_string(), backend: backend.name(), kernel, outcome }
+    };
+    kernels.into_iter().map(check).collect()
 }
 
 fn same_bits(first: &Output, second: &Output) -> bool {

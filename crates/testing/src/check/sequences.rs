@@ -2,10 +2,8 @@
 
 use std::fmt;
 
-use rayon::prelude::*;
-
 use super::cases::mixtures;
-use super::{Outcome, same_bits};
+use super::{Checked, Outcome, check_kernels, each, same_bits};
 use crate::reference::{self, Answer, Rows};
 use crate::rng::Rng;
 use crate::scene::of_sequences;
@@ -36,19 +34,6 @@ pub struct ExpectedOfSequences<'a> {
     baseline: Answer,
 }
 
-/// The outcome of one kernel on one of many cases of sequences.
-#[derive(Debug)]
-pub struct CheckedSequences {
-    /// A description of the case.
-    pub case: String,
-    /// The back end's name.
-    pub backend: &'static str,
-    /// The kernel's name.
-    pub kernel: &'static str,
-    /// The outcome, or why the kernel could not run.
-    pub outcome: Result<Outcome, Error>,
-}
-
 /// Runs every kernel that accepts a case, or only the one with this name, for the cases of the
 /// first `seeds` seeds.
 pub fn run_sequences(
@@ -57,23 +42,8 @@ pub fn run_sequences(
     dtype: DType,
     seeds: u64,
     progress: &dyn Progress,
-) -> Vec<CheckedSequences> {
-    run_seeds(seeds, progress, |seed| check_seed(backends, kernel, dtype, seed))
-}
-
-/// Checks the cases of the first `seeds` seeds, on all cores.
-fn run_seeds<C: IntoIterator<Item = CheckedSequences>>(
-    seeds: u64,
-    progress: &dyn Progress,
-    check: impl Fn(u64) -> C + Sync,
-) -> Vec<CheckedSequences> {
-    progress.begin(seeds);
-    let check = |seed: u64| {
-        let checked = check(seed);
-        progress.advance(1);
-        checked
-    };
-    (0..seeds).into_par_iter().flat_map_iter(check).collect()
+) -> Vec<Checked> {
+    each(0..seeds, progress, |seed| check_seed(backends, kernel, dtype, seed))
 }
 
 /// Runs a GPU kernel that has no alternatives for the cases of the first `seeds` seeds.
@@ -83,8 +53,8 @@ pub(super) fn run_alone<C: fmt::Display>(
     progress: &dyn Progress,
     random: impl Fn(u64) -> Result<C, Error> + Sync,
     check: impl Fn(&C) -> Result<Outcome, Error> + Sync,
-) -> Vec<CheckedSequences> {
-    run_seeds(seeds, progress, |seed| [check_alone(kernel, seed, &random, &check)])
+) -> Vec<Checked> {
+    each(0..seeds, progress, |seed| [check_alone(kernel, seed, &random, &check)])
 }
 
 /// Runs a GPU kernel that has no alternatives for the case of one seed.
@@ -93,12 +63,12 @@ pub(super) fn check_alone<C: fmt::Display>(
     seed: u64,
     random: impl Fn(u64) -> Result<C, Error>,
     check: impl Fn(&C) -> Result<Outcome, Error>,
-) -> CheckedSequences {
+) -> Checked {
     let (case, outcome) = match random(seed) {
         Ok(case) => (case.to_string(), check(&case)),
         Err(error) => (format!("seed {seed}"), Err(error)),
     };
-    CheckedSequences { case, backend: "gpu", kernel, outcome }
+    Checked { case, backend: "gpu", kernel, outcome }
 }
 
 fn check_seed(
@@ -106,23 +76,12 @@ fn check_seed(
     wanted: Option<&str>,
     dtype: DType,
     seed: u64,
-) -> Vec<CheckedSequences> {
+) -> Vec<Checked> {
     let Ok(case) = SequencesCase::random(dtype, seed) else {
         return Vec::new();
     };
     let kernels = case.kernels(backends, wanted).unwrap_or_default();
-    if kernels.is_empty() {
-        return Vec::new();
-    }
-    let expected = case.expected();
-    let check = |(backend, kernel): (&dyn Backend, &'static str)| {
-        let outcome = match &expected {
-            Ok(expected) => expected.check(backend, kernel),
-            Err(_) => case.expected().and_then(|expected| expected.check(backend, kernel)),
-        };
-        CheckedSequences { case: case.to_string(), backend: backend.name(), kernel, outcome }
-    };
-    kernels.into_iter().map(check).collect()
+    check_kernels(&case, kernels, || case.expected(), ExpectedOfSequences::check)
 }
 
 /// The head dims of random problems: those with kernels of their own often, odd ones now and then.

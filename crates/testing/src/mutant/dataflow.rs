@@ -19,11 +19,11 @@ use super::generate::BRANCH;
 use super::{Equivalent, Kind, Mutant};
 
 /// The changed result is never read.
-pub(super) const UNREAD: Equivalent =
+const UNREAD: Equivalent =
     rule("nobody reads what it computes: the kernel asks for more than it needs there");
 
 /// The change has no effect on any possible input.
-pub(super) const SAME_BITS: Equivalent =
+const SAME_BITS: Equivalent =
     rule("for every number that comes in, the same comes out: the bits that differ are never set");
 
 const fn rule(reason: &'static str) -> Equivalent {

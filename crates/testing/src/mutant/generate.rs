@@ -147,10 +147,16 @@ impl<'a> Mutations<'a> {
         &mut self,
         operator: &'static str,
         detail: impl Into<String>,
+        instruction: &Instruction,
         (ty, operand): (Type, Operand),
         by: OperandChange,
-        make: impl FnOnce(Operand) -> Instruction,
+        set: impl FnOnce(&mut Instruction, Operand),
     ) {
+        let make = |operand: Operand| {
+            let mut new = instruction.clone();
+            set(&mut new, operand);
+            new
+        };
         let (operation, amount) = match by {
             OperandChange::Add(amount) => (BinaryOperation::Add, amount as u64),
             OperandChange::Xor(bits) => (BinaryOperation::Xor, bits),

@@ -52,11 +52,11 @@ impl Score {
         self.killed.values().sum()
     }
 
-    /// Returns the fraction noticed of the mutants that are reached and not equivalent; 1 if there
-    /// are none.
-    pub fn share(&self) -> f64 {
+    /// Returns the fraction noticed of the mutants that are reached and not equivalent; `None` if
+    /// there are none.
+    pub fn share(&self) -> Option<f64> {
         let meant = self.noticed() + self.survived;
-        if meant == 0 { 1.0 } else { self.noticed() as f64 / meant as f64 }
+        (meant > 0).then(|| self.noticed() as f64 / meant as f64)
     }
 
     /// Adds another score to this one.

@@ -6,7 +6,6 @@ use ptx::{
 
 use super::Change;
 use super::generate::{Mutations, OperandChange, name};
-use super::weaken::with;
 
 /// Adds the ways in which the values of an instruction can be wrong.
 pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
@@ -76,21 +75,14 @@ pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
                     Operand::Immediate(_) => Type::S32,
                 };
                 let detail = format!("{text} {index} +1");
-                to.operand(
-                    "coordinate",
-                    detail,
-                    (ty, *coordinate),
-                    OperandChange::Add(1),
-                    |changed| {
-                        with(instruction, |it| {
-                            if let I::TensorLoad { coordinates, .. }
-                            | I::TensorStore { coordinates, .. } = it
-                            {
-                                coordinates[index] = changed;
-                            }
-                        })
-                    },
-                );
+                let (operand, by) = ((ty, *coordinate), OperandChange::Add(1));
+                to.operand("coordinate", detail, instruction, operand, by, |it, changed| {
+                    if let I::TensorLoad { coordinates, .. } | I::TensorStore { coordinates, .. } =
+                        it
+                    {
+                        coordinates[index] = changed;
+                    }
+                });
             }
             to.push("store dropped", text, Change::default());
         }
@@ -99,13 +91,11 @@ pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
         | I::TensorReduceAdd { .. }
         | I::Reduce { .. } => to.push("store dropped", text, Change::default()),
         I::Wgmma { b, accumulate, .. } => {
-            let b = (Type::U64, (*b).into());
-            to.operand("address", "second operand +32", b, OperandChange::Add(2), |changed| {
-                with(instruction, |it| {
-                    if let (I::Wgmma { b, .. }, Operand::Register(register)) = (it, changed) {
-                        *b = register;
-                    }
-                })
+            let (operand, by) = ((Type::U64, (*b).into()), OperandChange::Add(2));
+            to.operand("address", "second operand +32", instruction, operand, by, |it, changed| {
+                if let (I::Wgmma { b, .. }, Operand::Register(register)) = (it, changed) {
+                    *b = register;
+                }
             });
             for other in [Accumulate::No, Accumulate::Yes] {
                 let detail = format!("{accumulate:?} to {other:?}");

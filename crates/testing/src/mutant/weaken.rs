@@ -34,21 +34,12 @@ pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
             });
         }
         I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } => {
-            to.operand(
-                "other parity",
-                text,
-                (Type::U32, *parity),
-                OperandChange::Xor(1),
-                |changed| {
-                    with(instruction, |it| {
-                        if let I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } =
-                            it
-                        {
-                            *parity = changed;
-                        }
-                    })
-                },
-            );
+            let (operand, by) = ((Type::U32, *parity), OperandChange::Xor(1));
+            to.operand("other parity", text, instruction, operand, by, |it, changed| {
+                if let I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } = it {
+                    *parity = changed;
+                }
+            });
         }
         I::MbarrierArriveExpect { space, address, bytes } => {
             expected_bytes(to, instruction, *bytes);
@@ -59,23 +50,24 @@ pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
             to.replace_with("bytes without arrival", text, expect);
         }
         I::MbarrierExpect { bytes, .. } => expected_bytes(to, instruction, *bytes),
-        I::MbarrierInit { address, count } => {
+        I::MbarrierInit { count, .. } => {
             for by in [1, -1] {
-                let (address, detail) = (*address, format!("{text} {by:+}"));
-                to.operand(
-                    "arrivals",
-                    detail,
-                    (Type::U32, *count),
-                    OperandChange::Add(by),
-                    |count| I::MbarrierInit { address, count },
-                );
+                let (detail, operand) = (format!("{text} {by:+}"), (Type::U32, *count));
+                let by = OperandChange::Add(by);
+                to.operand("arrivals", detail, instruction, operand, by, |it, changed| {
+                    if let I::MbarrierInit { count, .. } = it {
+                        *count = changed;
+                    }
+                });
             }
         }
-        I::MbarrierArrive { space, address, count } => {
-            let (space, address, count) = (*space, *address, count.unwrap_or(Operand::u32(1)));
-            let detail = format!("{text} +1");
-            to.operand("arrivals", detail, (Type::U32, count), OperandChange::Add(1), |count| {
-                I::MbarrierArrive { space, address, count: Some(count) }
+        I::MbarrierArrive { count, .. } => {
+            let operand = (Type::U32, count.unwrap_or(Operand::u32(1)));
+            let (detail, by) = (format!("{text} +1"), OperandChange::Add(1));
+            to.operand("arrivals", detail, instruction, operand, by, |it, changed| {
+                if let I::MbarrierArrive { count, .. } = it {
+                    *count = Some(changed);
+                }
             });
         }
         I::BarrierSync { barrier, threads } => {
@@ -136,27 +128,14 @@ pub(super) fn add(to: &mut Mutations<'_>, instruction: &Instruction) {
     }
 }
 
-/// Returns a changed copy of an instruction.
-pub(super) fn with(
-    instruction: &Instruction,
-    change: impl FnOnce(&mut Instruction),
-) -> Instruction {
-    let mut new = instruction.clone();
-    change(&mut new);
-    new
-}
-
 fn expected_bytes(to: &mut Mutations<'_>, instruction: &Instruction, bytes: Operand) {
     use Instruction as I;
     for by in [CHUNK, -CHUNK] {
-        let detail = format!("{} {by:+}", name(instruction));
-        to.operand("bytes", detail, (Type::U32, bytes), OperandChange::Add(by), |changed| {
-            with(instruction, |it| {
-                if let I::MbarrierArriveExpect { bytes, .. } | I::MbarrierExpect { bytes, .. } = it
-                {
-                    *bytes = changed;
-                }
-            })
+        let (detail, by) = (format!("{} {by:+}", name(instruction)), OperandChange::Add(by));
+        to.operand("bytes", detail, instruction, (Type::U32, bytes), by, |it, changed| {
+            if let I::MbarrierArriveExpect { bytes, .. } | I::MbarrierExpect { bytes, .. } = it {
+                *bytes = changed;
+            }
         });
     }
 }
@@ -165,24 +144,27 @@ fn named(to: &mut Mutations<'_>, instruction: &Instruction, id: Option<Operand>,
     use Instruction as I;
     let text = name(instruction);
     if let Some(id) = id {
-        let detail = format!("{text} +1");
-        to.operand("other barrier", detail, (Type::U32, id), OperandChange::Add(1), |changed| {
-            with(instruction, |it| {
-                if let I::BarrierSync { barrier, .. } | I::BarrierArrive { barrier, .. } = it {
-                    *barrier = changed;
-                }
-            })
+        let (detail, by) = (format!("{text} +1"), OperandChange::Add(1));
+        to.operand("other barrier", detail, instruction, (Type::U32, id), by, |it, changed| {
+            if let I::BarrierSync { barrier, .. } | I::BarrierArrive { barrier, .. } = it {
+                *barrier = changed;
+            }
         });
     }
     for by in [WARP, -WARP] {
-        let detail = format!("{text} {by:+}");
-        to.operand("threads", detail, (Type::U32, count), OperandChange::Add(by), |changed| {
-            with(instruction, |it| match it {
+        let (detail, by) = (format!("{text} {by:+}"), OperandChange::Add(by));
+        to.operand(
+            "threads",
+            detail,
+            instruction,
+            (Type::U32, count),
+            by,
+            |it, changed| match it {
                 I::BarrierSync { threads, .. } => *threads = Some(changed),
                 I::BarrierArrive { threads, .. } => *threads = changed,
                 _ => {}
-            })
-        });
+            },
+        );
     }
 }
 

@@ -10,9 +10,7 @@
 
 use flashcore::DType;
 
-use super::RowInputs;
-
-const LANES: usize = 8;
+use super::{RowInputs, dot};
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
@@ -97,19 +95,4 @@ fn softmax(scores: &[f32], sink: f32) -> (Vec<f32>, f32, f32) {
     let weights: Vec<f32> = scores.iter().map(|score| (score - shift).exp()).collect();
     let sum = weights.iter().sum::<f32>() + (sink - shift).exp();
     (weights, sum, maximum)
-}
-
-fn dot(query: &[f32], key: &[f32]) -> f32 {
-    let mut sums = [0.0; LANES];
-    let (queries, query_rest) = query.as_chunks::<LANES>();
-    let (keys, key_rest) = key.as_chunks::<LANES>();
-    for (query, key) in queries.iter().zip(keys) {
-        for lane in 0..LANES {
-            sums[lane] += query[lane] * key[lane];
-        }
-    }
-    for (query, key) in query_rest.iter().zip(key_rest) {
-        sums[0] += query * key;
-    }
-    sums.iter().sum()
 }

@@ -1,10 +1,6 @@
 //! One row of attention in f64.
 
-use super::RowInputs;
-
-/// The number of partial sums of a dot product; a single one would be a chain of dependent
-/// additions.
-const LANES: usize = 8;
+use super::{RowInputs, dot};
 
 /// Computes the row in two passes over the scores: the maximum, then the exponentials. Returns the
 /// log-sum-exp.
@@ -41,19 +37,4 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         *to /= sum;
     }
     maximum + sum.ln()
-}
-
-fn dot(query: &[f64], key: &[f32]) -> f64 {
-    let mut sums = [0.0; LANES];
-    let (queries, query_rest) = query.as_chunks::<LANES>();
-    let (keys, key_rest) = key.as_chunks::<LANES>();
-    for (query, key) in queries.iter().zip(keys) {
-        for lane in 0..LANES {
-            sums[lane] += query[lane] * f64::from(key[lane]);
-        }
-    }
-    for (query, key) in query_rest.iter().zip(key_rest) {
-        sums[0] += query * f64::from(*key);
-    }
-    sums.iter().sum()
 }

@@ -17,6 +17,8 @@ pub use backward::{
 pub use combine::{Combined, combined, vector};
 
 use std::collections::BTreeSet;
+use std::iter::Sum;
+use std::ops::{AddAssign, Mul};
 
 use rayon::prelude::*;
 use serde::Serialize;
@@ -172,6 +174,30 @@ pub fn baseline(
     progress: Option<&dyn Progress>,
 ) -> Result<Answer, Error> {
     by_row(problem, inputs, rows, progress, baseline::row)
+}
+
+/// The number of partial sums of a dot product; a single one would be a chain of dependent
+/// additions.
+const LANES: usize = 8;
+
+/// Computes a dot product in the type of the first vector.
+fn dot<T, U>(one: &[T], other: &[U]) -> T
+where
+    T: Copy + Default + Mul<Output = T> + AddAssign + Sum,
+    U: Copy + Into<T>,
+{
+    let mut sums = [T::default(); LANES];
+    let (ones, one_rest) = one.as_chunks::<LANES>();
+    let (others, other_rest) = other.as_chunks::<LANES>();
+    for (one, other) in ones.iter().zip(others) {
+        for lane in 0..LANES {
+            sums[lane] += one[lane] * other[lane].into();
+        }
+    }
+    for (one, other) in one_rest.iter().zip(other_rest) {
+        sums[0] += *one * (*other).into();
+    }
+    sums.into_iter().sum()
 }
 
 /// The inputs of one row: its query, and the keys and values that it sees.

@@ -296,7 +296,7 @@ impl Scene {
     }
 
     /// Returns the launch of a changed program with the same parameters.
-    pub fn launch_of<'a>(&self, program: &'a Program) -> Launch<'a> {
+    fn launch_of<'a>(&self, program: &'a Program) -> Launch<'a> {
         Launch { program, grid: self.grid, arguments: self.arguments.clone() }
     }
 

@@ -5,7 +5,7 @@ use cuda::{Cache, Error};
 use flashcore::gpu::{Gpu, GpuError};
 use flashcore::serving::Sequences;
 use flashcore::{Backend, DType, GpuBackend, Inputs, Output, Report, Tensor};
-use flashcore_testing::check::{self, CheckedSequences, cases};
+use flashcore_testing::check::{self, Checked, cases};
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
 use ptx::Target;
@@ -39,10 +39,10 @@ pub(crate) fn hopper() -> Option<Gpu> {
 pub(crate) const HALVES: [DType; 2] = [DType::F16, DType::BF16];
 
 /// Checks that all cases pass, and that there are at least `least` of them.
-pub(crate) fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, least: usize) {
+pub(crate) fn all_pass(checked: impl IntoIterator<Item = Checked>, least: usize) {
     let mut count = 0;
     let mut complaints = Vec::new();
-    for CheckedSequences { case, outcome, .. } in checked {
+    for Checked { case, outcome, .. } in checked {
         count += 1;
         match outcome {
             Ok(outcome) if outcome.passed => {}

@@ -12,10 +12,10 @@ use flashcore::function::Here;
 use flashcore::serving::Sequences;
 use flashcore::{Inputs, RowFunctions};
 
-use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
+use super::number::{Number, Rounding, add_multiple, largest, norm};
 use super::{HeadGradients, Noise, ResultGradients, SMALLEST_ROUNDED, Saved};
 use crate::reference::rule::Rule;
-use crate::reference::widen;
+use crate::reference::{dot, widen};
 
 pub(super) struct Group<'a, T> {
     sequence: usize,

@@ -5,10 +5,6 @@ use std::ops::{Add, AddAssign, Mul, Sub};
 
 use flashcore::DType;
 
-/// The number of partial sums of a dot product; a single one would be a chain of dependent
-/// additions.
-const LANES: usize = 8;
-
 /// A number type: f64 for the reference, f32 for the baseline.
 pub(super) trait Number:
     Copy
@@ -69,21 +65,6 @@ impl Rounding {
         let stored = self.store(value);
         if stored.into().is_infinite() { value } else { stored }
     }
-}
-
-pub(super) fn dot<T: Number>(one: &[T], other: &[T]) -> T {
-    let mut sums = [T::default(); LANES];
-    let (ones, one_rest) = one.as_chunks::<LANES>();
-    let (others, other_rest) = other.as_chunks::<LANES>();
-    for (one, other) in ones.iter().zip(others) {
-        for lane in 0..LANES {
-            sums[lane] += one[lane] * other[lane];
-        }
-    }
-    for (one, other) in one_rest.iter().zip(other_rest) {
-        sums[0] += *one * *other;
-    }
-    sums.into_iter().sum()
 }
 
 /// Computes `to += factor * from`.
