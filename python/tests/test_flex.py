@@ -1167,6 +1167,23 @@ def test_gradients_go_through_functions(device):
     near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
 
 
+@DEVICES
+def test_a_sigmoid_has_a_slope_where_its_exponential_overflows(device):
+    given = tensors(device)
+    given[0][:, :, 3] = 0.0
+    gated = lambda score, b, h, q_idx, kv_idx: 4.0 * torch.sigmoid(score)
+    steep = lambda score, b, h, q_idx, kv_idx: 4.0 * torch.sigmoid(200.0 * score - 80.0 - kv_idx / 4)
+    # Scores of hundreds, of either sign, and of zero; and those whose exponential overflows in a product.
+    for score, scale in ((gated, 60.0), (steep, 0.001)):
+        mine = [x.clone().requires_grad_() for x in given]
+        exact = [x.double().requires_grad_() for x in given]
+        out = flex_attention(*mine, score, scale=scale)
+        direction = torch.randn(out.shape).to(out)
+        found = torch.autograd.grad(out, mine, direction)
+        truth = torch.autograd.grad(expected(*exact, None, score, scale)[0], exact, direction.double())
+        near([x / 60.0 for x in found], [x / 60.0 for x in truth], given[0].dtype)
+
+
 def scores_of(device):
     """Functions with tensors that have gradients, and the mask they go with."""
     generator = torch.Generator().manual_seed(9)
