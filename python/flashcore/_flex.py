@@ -512,7 +512,8 @@ def mask_rules(
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):
-        attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
+        # With an ellipsis NumPy gives an array without dimensions where it would give a number.
+        attn_mask = attn_mask[(..., *(slice(None) if it else 0 for it in several[4 - len(shape) :]))]
     rule: Any = _text(argument, stored, several, softcap)
     if not is_compiling():
         rule = _rule(rule)

@@ -1111,6 +1111,20 @@ def test_arrays_of_numpy():
     )
 
 
+def test_masks_of_one_number_in_numpy():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    plain = scaled_dot_product_attention(q, k, v)
+    for shape in ((), (1, 1), (1, 1, 1, 1)):
+        assert numpy.array_equal(scaled_dot_product_attention(q, k, v, numpy.ones(shape, bool)), plain)
+        assert not scaled_dot_product_attention(q, k, v, numpy.zeros(shape, bool)).any()
+        # The same number for all keys changes nothing.
+        shifted = scaled_dot_product_attention(q, k, v, numpy.full(shape, 0.5, numpy.float32))
+        numpy.testing.assert_allclose(shifted, plain, atol=1e-6)
+    one = scaled_dot_product_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], numpy.ones((1, 1), bool))
+    numpy.testing.assert_allclose(one, v[:, :, :1], atol=1e-6)
+
+
 def test_arrays_of_numpy_that_are_elsewhere():
     """In defaults, dictionaries and lists; in objects, where nobody finds them, they are refused."""
     numpy = pytest.importorskip("numpy")
