@@ -503,11 +503,15 @@ def mask_rules(
     if any(size == 0 for size in scores):
         if getattr(attn_mask, "is_meta", False) and not getattr(query, "is_meta", False):
             raise ValueError(f"{argument} is on meta, expected memory like query")
-        return None, None, (), None  # nothing that it says anything of
+        # There is nothing that it says anything of. The gradient of one that requires it is zero, not missing.
+        if not getattr(attn_mask, "requires_grad", False):
+            return None, None, (), None
+        attn_mask, shape, padded = attn_mask.sum(), (), (1,) * 4
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):
-        attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
+        # With an ellipsis NumPy gives an array without dimensions where it would give a number.
+        attn_mask = attn_mask[(..., *(slice(None) if it else 0 for it in several[4 - len(shape) :]))]
     rule: Any = _text(argument, stored, several, softcap)
     if not is_compiling():
         rule = _rule(rule)

@@ -372,7 +372,11 @@ def _sqrt(a: Any) -> Traced:
 
 
 def _sigmoid(a: Any) -> Traced:
-    return _divide(1.0, arithmetic("add", _exp(_negative(to_float(_value(a)))), 1.0))
+    # Of the exponential that does not overflow: the slope divides it by the denominator.
+    value = to_float(_value(a))
+    below = compare("lt", value, 0.0)
+    small = _exp(select(below, value, _negative(value)))
+    return _divide(select(below, small, 1.0), arithmetic("add", small, 1.0))
 
 
 def _truncate(x: Any) -> Traced:

@@ -1111,6 +1111,20 @@ def test_arrays_of_numpy():
     )
 
 
+def test_masks_of_one_number_in_numpy():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    plain = scaled_dot_product_attention(q, k, v)
+    for shape in ((), (1, 1), (1, 1, 1, 1)):
+        assert numpy.array_equal(scaled_dot_product_attention(q, k, v, numpy.ones(shape, bool)), plain)
+        assert not scaled_dot_product_attention(q, k, v, numpy.zeros(shape, bool)).any()
+        # The same number for all keys changes nothing.
+        shifted = scaled_dot_product_attention(q, k, v, numpy.full(shape, 0.5, numpy.float32))
+        numpy.testing.assert_allclose(shifted, plain, atol=1e-6)
+    one = scaled_dot_product_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], numpy.ones((1, 1), bool))
+    numpy.testing.assert_allclose(one, v[:, :, :1], atol=1e-6)
+
+
 def test_arrays_of_numpy_that_are_elsewhere():
     """In defaults, dictionaries and lists; in objects, where nobody finds them, they are refused."""
     numpy = pytest.importorskip("numpy")
@@ -1165,6 +1179,23 @@ def test_gradients_go_through_functions(device):
     exact = [x.double().requires_grad_() for x in given]
     expected(*exact, causal, capped)[0].backward(gradient.double())
     near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
+
+
+@DEVICES
+def test_a_sigmoid_has_a_slope_where_its_exponential_overflows(device):
+    given = tensors(device)
+    given[0][:, :, 3] = 0.0
+    gated = lambda score, b, h, q_idx, kv_idx: 4.0 * torch.sigmoid(score)
+    steep = lambda score, b, h, q_idx, kv_idx: 4.0 * torch.sigmoid(200.0 * score - 80.0 - kv_idx / 4)
+    # Scores of hundreds, of either sign, and of zero; and those whose exponential overflows in a product.
+    for score, scale in ((gated, 60.0), (steep, 0.001)):
+        mine = [x.clone().requires_grad_() for x in given]
+        exact = [x.double().requires_grad_() for x in given]
+        out = flex_attention(*mine, score, scale=scale)
+        direction = torch.randn(out.shape).to(out)
+        found = torch.autograd.grad(out, mine, direction)
+        truth = torch.autograd.grad(expected(*exact, None, score, scale)[0], exact, direction.double())
+        near([x / 60.0 for x in found], [x / 60.0 for x in truth], given[0].dtype)
 
 
 def scores_of(device):

@@ -262,6 +262,26 @@ def test_tensors_lie_as_they_like(function, lie, device):
 
 
 @every_device
+@pytest.mark.filterwarnings("ignore")  # that the forward pass is slow there
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_without_gaps_at_an_odd_address(compiled, device):
+    """Kernels of GPUs read 16 bytes at a time: such tensors are copied, though they are contiguous."""
+    given = [random(1, 40, heads, 64, device=device, seed=heads) for heads in (4, 2, 2)]
+    dout = random(1, 40, 4, 64, device=device, seed=9)
+    odd = lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    call = flash_attn_func
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        torch.autograd.grad(call(*leaves, causal=True), leaves, of(dout))
+        for of, leaves in ((lie, [lie(x).requires_grad_() for x in given]) for lie in (odd, torch.clone))
+    )
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@every_device
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gradient_of_the_output_lies_as_it_likes(function, device):
     case = Case(function, device, torch.bfloat16, (50, 50), (50, 50), dim=64)

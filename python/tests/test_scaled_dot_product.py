@@ -79,6 +79,18 @@ def test_masks_of_any_leading_dimensions(leading, additive):
         scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(*(1,) * len(leading), 9, 1, 5, 7))
 
 
+@pytest.mark.parametrize("queries, keys", [(0, 7), (5, 0), (0, 0)])
+def test_a_mask_of_no_pairs_has_a_gradient_of_zero(queries, keys):
+    q, k = random(2, 3, queries, 16).requires_grad_(), random(2, 3, keys, 16)
+    for shape in ((queries, keys), (queries, 1), (1, 1, 1, keys), (2, 3, 1, 1), (1,)):
+        mask = random(*shape).requires_grad_()
+        output = scaled_dot_product_attention(q, k, k, attn_mask=mask)
+        assert not output.any()
+        found = torch.autograd.grad(output.sum(), (q, mask))
+        assert [it.shape for it in found] == [q.shape, mask.shape]
+        assert not any(it.any() for it in found)
+
+
 def test_leading_dimensions_of_other_libraries():
     q, k, v = (random(*shape, seed=3).numpy() for shape in ((2, 3, 5, 16), (3, 7, 16), (1, 1, 7, 16)))
     expected = F.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v))).numpy()

@@ -181,7 +181,11 @@ impl<'py> Library<'py> {
         let memory = self.read(tensor, name)?;
         match &self.kind {
             Kind::Torch { torch, copies, .. } if !fits(&memory) => {
-                let copy = tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous"));
+                // One without gaps at an odd address is what `contiguous` gives back itself.
+                let copy = match memory.is_contiguous() {
+                    true => tensor.call_method0(pyo3::intern!(tensor.py(), "clone")),
+                    false => tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous")),
+                };
                 let copy = copy.map_err(|error| no_memory(error, tensor.py(), memory.place))?;
                 let memory = torch.read(&copy, name)?;
                 copies.borrow_mut().push(copy);

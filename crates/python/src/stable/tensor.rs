@@ -100,6 +100,10 @@ impl Tensor {
 
     /// Returns a contiguous copy.
     pub(crate) fn contiguous(&self, memory: &Memory) -> PyResult<Tensor> {
+        if memory.is_contiguous() {
+            // `contiguous` would give back the tensor itself.
+            return self.call(c"aten::clone", memory, [0]);
+        }
         self.call(c"aten::contiguous", memory, [self.torch.contiguous as u32 as u64])
     }
 
