@@ -12,11 +12,11 @@ use ptx::{
 
 use super::ragged::DividedShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, shares_suffix};
-use crate::attention::{Batch, Rules};
+use super::{SumsLayout, shares_suffix};
+use crate::Error;
+use crate::attention::Batch;
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
-use crate::{Configuration, Error, mma};
 
 /// Threads of a thread block: as many as a warpgroup has.
 const THREADS: u32 = 128;
@@ -64,35 +64,6 @@ impl Rounding {
         let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch.suffix());
         let shares = shares_suffix(*shares);
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}{shares}")
-    }
-
-    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
-    pub fn after(&self) -> Option<Configuration> {
-        // A single part of 64 columns is what narrow queries with values wider than 128 have.
-        let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
-        let hopper = Backward {
-            element: self.element,
-            head_dim: self.head_dim,
-            value_head_dim: if wide { 256 } else { 64 },
-            rules: Rules::CAUSAL,
-            query_block: self.sums.query_block,
-            deterministic: false,
-            batch: self.batch,
-            persistent: false,
-            split: false,
-            shares: self.shares.is_some(),
-        };
-        if hopper.pass().rounding() == *self && hopper.fault().is_none() {
-            return Some(Configuration::Backward(hopper));
-        }
-        // Wider values and more rules may need smaller query blocks.
-        let Rounding { target, element, head_dim, batch, .. } = *self;
-        let tuned = [64, 128, 256].into_iter().flat_map(|value| {
-            [Rules::CAUSAL, Rules::EVERY].map(|rules| {
-                mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
-            })
-        });
-        tuned.flatten().find(|it| it.pass().rounding() == *self).map(Configuration::BackwardMma)
     }
 
     /// Returns the number of thread blocks for this many query blocks.

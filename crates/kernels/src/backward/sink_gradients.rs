@@ -5,18 +5,15 @@
 //! One thread block sums all rows of a head in a fixed order, so that results are bitwise
 //! reproducible.
 
-use ptx::{
-    Builder, Element, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64,
-};
+use ptx::{Builder, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64};
 
-use super::Backward;
+use crate::Error;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::sequencer::RaggedBatch;
-use crate::{Configuration, Error, mma};
 
 /// Threads of a thread block.
 const THREADS: u32 = 256;
@@ -54,37 +51,6 @@ impl SinkGradients {
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
         let lse = if *lse_gradient { "_dlse" } else { "" };
         format!("sink_gradients_{target}_{mask}_{query_block}{lse}{}", batch.suffix())
-    }
-
-    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
-    pub fn after(&self) -> Option<Configuration> {
-        let head_dim = if self.query_block > 64 { 64 } else { 128 };
-        let rules = Rules { mask: self.mask, sinks: true, ..Rules::DENSE };
-        let hopper = Backward {
-            element: Element::BF16,
-            head_dim,
-            value_head_dim: head_dim,
-            rules,
-            query_block: self.query_block,
-            deterministic: false,
-            batch: self.batch,
-            persistent: false,
-            split: false,
-            shares: false,
-        };
-        let plain = Some(SinkGradients { lse_gradient: false, ..*self });
-        if hopper.pass().sink_gradients() == plain && hopper.fault().is_none() {
-            return Some(Configuration::Backward(hopper));
-        }
-        // Wider heads and more rules may need smaller query blocks.
-        let SinkGradients { target, batch, .. } = *self;
-        let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
-            [rules, rules.capped()].map(|rules| {
-                mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
-            })
-        });
-        let mut tuned = tuned.flatten().filter(|it| it.pass().sink_gradients() == plain);
-        tuned.next().map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel. The grid has one thread block for each query head.
