@@ -15,11 +15,11 @@ use ptx::{
     U64, Value,
 };
 
-use crate::Error;
 use crate::attention::rows::{Finished, Reference, finish, reference};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads per block.
 const THREADS: u32 = 256;
@@ -91,20 +91,16 @@ impl Combine {
     /// weight beside the largest is zero. A row without any other part is zero, and its log-sum-exp
     /// is minus infinity. A log-sum-exp of plus infinity or NaN makes the row NaN.
     pub fn program(&self) -> Result<Program, Error> {
-        if self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2) {
-            return Err(Error::configuration(self.name(), "the head dimension is not even"));
-        }
-        for element in [self.partial, self.element] {
-            if !matches!(element, Element::F32 | Element::F16 | Element::BF16) {
-                return Err(Error::configuration(
-                    self.name(),
-                    "an element is not f32, f16 or bf16",
-                ));
-            }
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let served = |element| element == Element::F32 || is_16_bit(element);
+        let fault = first_fault([
+            (
+                self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2),
+                "the head dimension is not even",
+            ),
+            (!served(self.partial) || !served(self.element), "an element is not f32, f16 or bf16"),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -18,12 +18,12 @@ use ptx::{
     U32, U64, Value,
 };
 
-use crate::Error;
 use crate::attention::sequences::{Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
 use crate::attention::{MaskKind, Window};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{List, Number, Tensor, Workspace};
+use crate::{Error, build};
 
 /// The configuration of the sequencer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -163,17 +163,14 @@ impl Sequencer {
     /// | `Entries` | the number of batch entries |
     /// | `LseBatchStride` | log-sum-exps from one sequence to the next; 0 where they and the outputs are packed like the queries |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Tiles::Queries(mask) = self.tiles
-            && !mask.is_window()
-        {
-            return Err(Error::configuration(
-                self.name(),
-                "the mask of a ragged batch is a window",
-            ));
-        }
-        let mut k = Builder::new(self.name(), self.target, CHUNK).blocks_per_multiprocessor(1);
-        write(&mut k, self.tiles);
-        Ok(k.finish()?)
+        let fault = match self.tiles {
+            Tiles::Queries(mask) if !mask.is_window() => {
+                Some("the mask of a ragged batch is a window")
+            }
+            _ => None,
+        };
+        let builder = |name| Builder::new(name, self.target, CHUNK).blocks_per_multiprocessor(1);
+        build(self.name(), fault, builder, |k| write(k, self.tiles))
     }
 }
 

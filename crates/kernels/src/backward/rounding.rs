@@ -13,10 +13,10 @@ use ptx::{
 use super::ragged::DividedShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{SumsLayout, shares_suffix};
-use crate::Error;
 use crate::attention::Batch;
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads of a thread block: as many as a warpgroup has.
 const THREADS: u32 = 128;
@@ -74,16 +74,15 @@ impl Rounding {
     /// Builds the kernel. The grid has one thread block for each part of each query block; where
     /// tiles have shares, several for each part of each of the last tiles' shares.
     pub fn program(&self) -> Result<Program, Error> {
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
-        }
-        if !self.sums.part_queries.is_multiple_of(ROWS) {
-            let reason = "a part of a block of query rows is not a multiple of 16";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (
+                !self.sums.part_queries.is_multiple_of(ROWS),
+                "a part of a block of query rows is not a multiple of 16",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     /// Returns the bytes from one thread's sums to the next thread's.

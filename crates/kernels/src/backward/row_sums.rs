@@ -16,10 +16,10 @@ use ptx::{
 use super::ragged::DividedShares;
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{SumsLayout, shares_suffix};
-use crate::Error;
 use crate::attention::Batch;
 use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads of a thread block.
 const THREADS: u32 = 256;
@@ -68,16 +68,15 @@ impl RowSums {
     /// Builds the kernel. The grid has one thread block for each query block of the workspace.
     pub fn program(&self) -> Result<Program, Error> {
         let dim = self.value_head_dim;
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
-        }
-        if dim == 0 || dim > 256 || !dim.is_multiple_of(CHUNK) {
-            let reason = "the head dimension is not a multiple of 8 up to 256";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (
+                dim == 0 || dim > 256 || !dim.is_multiple_of(CHUNK),
+                "the head dimension is not a multiple of 8 up to 256",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

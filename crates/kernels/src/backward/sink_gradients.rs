@@ -7,13 +7,13 @@
 
 use ptx::{Builder, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64};
 
-use crate::Error;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::sequencer::RaggedBatch;
+use crate::{Error, build, first_fault};
 
 /// Threads of a thread block.
 const THREADS: u32 = 256;
@@ -56,13 +56,12 @@ impl SinkGradients {
     /// Builds the kernel. The grid has one thread block for each query head.
     pub fn program(&self) -> Result<Program, Error> {
         let block = self.query_block;
-        if !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block) {
-            let reason = "a block of query rows is not a multiple of 4 that divides 1024";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([(
+            !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block),
+            "a block of query rows is not a multiple of 4 that divides 1024",
+        )]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

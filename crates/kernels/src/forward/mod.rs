@@ -68,7 +68,7 @@ use crate::attention::{MaskKind, Rules};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
-use crate::{Error, build};
+use crate::{Error, build, first_fault, is_16_bit};
 use consumer::Consumers;
 use epilogue::Epilogue;
 pub(crate) use partials::PARTIAL_STEP;
@@ -380,25 +380,32 @@ impl Forward {
 
     fn build(&self, probed: bool) -> Result<Program, Error> {
         let name = if probed { self.name() + "_probed" } else { self.name() };
-        self.build_with(name, |k| self.write(k, probed))
+        self.build_with(name, self.fault(), |k| self.write(k, probed))
     }
 
-    /// Checks this configuration and builds the kernel whose body `write` emits.
-    fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
-        let block = || (Target::SM_90A, 128 * (self.warpgroups + 1), 1);
-        build(name, self.fault(), block, write)
+    /// Builds a kernel with these tiles, whose body `write` emits.
+    fn build_with(
+        &self,
+        name: String,
+        fault: Option<&str>,
+        write: impl FnOnce(&mut Builder),
+    ) -> Result<Program, Error> {
+        let builder = |name| {
+            let threads = 128 * (self.warpgroups + 1);
+            Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1)
+        };
+        build(name, fault, builder, write)
     }
 
     /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        let sixteen_bits = |element| matches!(element, Element::F16 | Element::BF16);
         let fp8 = self.element == Element::E4M3;
         let least = if fp8 { 16 } else { 8 };
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(least);
-        let faults = [
-            (!fp8 && !sixteen_bits(self.element), "the element is not f16, bf16 or e4m3"),
+        first_fault([
+            (!fp8 && !is_16_bit(self.element), "the element is not f16, bf16 or e4m3"),
             (
-                !sixteen_bits(self.output) || !fp8 && self.output != self.element,
+                !is_16_bit(self.output) || !fp8 && self.output != self.element,
                 "the output is neither of the inputs' element nor rounded from 8-bit ones",
             ),
             (
@@ -423,8 +430,7 @@ impl Forward {
                 self.stream_k && (fp8 || self.is_uneven()),
                 "keys are shared out with 16-bit inputs and without a mask only",
             ),
-        ];
-        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+        ])
     }
 
     fn write(&self, k: &mut Builder, probed: bool) {

@@ -24,12 +24,12 @@ use super::consumer::{self, Consumers};
 use super::dynamic_scheduler::{Batch, DynamicScheduler, WorkSlots};
 use super::epilogue::Epilogue;
 use super::{Forward, Maps, producer};
-use crate::Error;
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::Tensor;
 use crate::product::Source;
+use crate::{Error, first_fault};
 
 /// The extent of the dimension `inside` of a tensor map of slices.
 pub const SLICE_EXTENT: u32 = 1 << 30;
@@ -151,20 +151,22 @@ impl Prefill {
         rules.caps_last() && !self.tile.is_fp8() && has_registers && may_see_all
     }
 
-    /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.
+    /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        if self.tile.rules.mask == MaskKind::Causal {
-            return Some("the mask of a ragged batch is a window, or none");
-        }
         let divides = |rows: u32| {
             rows > 0 && rows.is_multiple_of(8) && self.tile.key_block.is_multiple_of(rows)
         };
-        match self.page_rows {
-            Some(rows) if !divides(rows) => {
-                Some("the rows of a copy are no multiple of 8 that divides the key block")
-            }
-            _ => None,
-        }
+        let fault = first_fault([
+            (
+                self.tile.rules.mask == MaskKind::Causal,
+                "the mask of a ragged batch is a window, or none",
+            ),
+            (
+                self.page_rows.is_some_and(|rows| !divides(rows)),
+                "the rows of a copy are no multiple of 8 that divides the key block",
+            ),
+        ]);
+        fault.or_else(|| self.tile.fault())
     }
 
     /// Builds the kernel.
@@ -187,10 +189,7 @@ impl Prefill {
     /// | `QueryDescale`, `KeyDescale`, `ValueDescale` | with 8-bit inputs: addresses, with batch and head strides |
     /// | `BlockTable`, `PageColumns`, `Entries`, `PageSize`, `Key rows of an entry` | with pages; `PageSize` is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(fault) = self.fault() {
-            return Err(Error::configuration(self.name(), fault));
-        }
-        self.tile.build_with(self.name(), |k| self.write(k))
+        self.tile.build_with(self.name(), self.fault(), |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {
