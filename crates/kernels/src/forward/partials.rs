@@ -12,16 +12,13 @@
 //! written their partial tiles before they wait for anyone, so there is no deadlock. It resets the
 //! flags to zero.
 
-use ptx::{
-    Accumulator, Builder, Expression, F32, GlobalAddress, Reg, Scope, StoreHint, StoreOrder, U32,
-    U64,
-};
+use ptx::{Accumulator, Builder, Expression, F32, GlobalAddress, Reg, StoreHint, U32, U64};
 
 use super::Forward;
 use super::epilogue::Output;
 use super::softmax::Softmax;
 use super::stream_k::PartWord;
-use crate::exchange::{L2_ONLY, poll};
+use crate::exchange::{L2_ONLY, poll, reset, store_release};
 use crate::parameter::Workspace;
 
 /// Nanoseconds between two polls of a flag: far less than a poll takes.
@@ -73,9 +70,7 @@ impl Partials {
         staging.sync_warpgroup(k);
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
-            let there = k.eval::<U32>(1);
-            let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..Default::default() };
-            k.store_vector(flag, &[there], hint);
+            store_release(k, flag, 1);
         });
     }
 
@@ -111,9 +106,7 @@ impl Partials {
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
             poll(k, flag, SLEEP, |there| there.differs(0));
-            let none = k.eval::<U32>(0);
-            let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };
-            k.store_vector(flag, &[none], hint);
+            reset(k, flag);
         });
         staging.sync_warpgroup(k);
     }
