@@ -413,9 +413,9 @@ impl Decode {
         k.if_(cursor.has_more(), |k| {
             begin(k, &mut cursor, &first);
             k.loop_(|k| {
-                let mut walk = Walk::new(k, self, &numbers, lanes, &inputs);
+                let walk = Walk::new(k, self, &numbers, lanes, &inputs, (scores, &functions));
                 let Some(fixed) = &fixed else {
-                    walk.keys(k, &ring, &cursor, scores, &functions);
+                    walk.keys(k, &ring, &cursor);
 
                     // Issues the copies of the next sequence's first tiles before this sequence is
                     // merged.
@@ -427,12 +427,12 @@ impl Decode {
                     merge.finish(k, &walk, &part);
                     return k.break_if(!more);
                 };
-                let score_rows = walk.score_rows(k, &cursor, &functions);
+                let score_rows = walk.score_rows(k, &cursor);
                 let tile = k.variable(ring.warp());
                 let split = k.variable(cursor.first_split());
                 k.loop_(|k| {
                     let end = cursor.end_tile(k, self, split);
-                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end), scores, &functions);
+                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end));
                     let share = cursor.share(k, &numbers);
                     let last = k.eval((split + 1).at_least(share.end));
                     k.if_(last, |k| {
