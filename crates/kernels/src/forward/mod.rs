@@ -70,7 +70,7 @@ use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use crate::{Error, build, first_fault, is_16_bit};
 use consumer::Consumers;
-use epilogue::Epilogue;
+use epilogue::Results;
 pub(crate) use partials::PARTIAL_STEP;
 use partials::Partials;
 use static_scheduler::StaticScheduler;
@@ -473,7 +473,7 @@ impl Forward {
                     tiles: &schedule,
                     scores,
                     functions,
-                    epilogue: Epilogue { output: maps.output, lse, partials },
+                    results: Results { output: maps.output, lse, partials },
                     probe,
                     index_from_one_lane: self.index_from_one_lane(),
                 };

@@ -21,8 +21,10 @@ use ptx::{
 };
 
 use super::consumer::{self, Consumers};
-use super::dynamic_scheduler::{Batch, DynamicScheduler, WorkSlots};
-use super::epilogue::Epilogue;
+use super::dynamic_scheduler::{
+    Batch, DynamicConsumer, DynamicProducer, DynamicScheduler, WorkSlots,
+};
+use super::epilogue::Results;
 use super::{Forward, Maps, producer};
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
@@ -222,18 +224,18 @@ impl Prefill {
             &shared,
             self.register_budgets(),
             |k| {
-                let claims = scheduler.producer(k);
+                let claims = DynamicProducer::new(k, &scheduler);
                 producer::produce(k, &self.tile, &shared, &maps, &claims);
             },
             |k| {
-                let posted = scheduler.consumer(k);
+                let posted = DynamicConsumer::new(k, &scheduler);
                 let given = Consumers {
                     forward: &self.tile,
                     shared: &shared,
                     tiles: &posted,
                     scores,
                     functions,
-                    epilogue: Epilogue { output: maps.output, lse, partials: None },
+                    results: Results { output: maps.output, lse, partials: None },
                     probe: None,
                     index_from_one_lane: self.index_from_one_lane(),
                 };
