@@ -4,7 +4,7 @@ use ptx::{Builder, Expression, Program, Reg, Select, Target, U32, U64};
 
 use super::{BlockStateTable, NONE, SOME, WARPS};
 use crate::attention::function::ListsOf;
-use crate::attention::function::blocks::BlockLists;
+use crate::attention::function::lists::BlockLists;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::Number;

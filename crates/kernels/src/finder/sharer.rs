@@ -12,7 +12,7 @@ use ptx::{
 };
 
 use super::BlockStateTable;
-use crate::attention::function::blocks::BlockLists;
+use crate::attention::function::lists::BlockLists;
 use crate::attention::sequences::inclusive_sum;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::TileLists;

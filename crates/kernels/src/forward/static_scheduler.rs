@@ -20,7 +20,7 @@ use super::stream_k::PartWord;
 use super::walk::{TileBlocks, Walks, WholeWalk};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
-use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
+use crate::attention::function::lists::{BlockList, BlockLists, block_of, count, entry};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
