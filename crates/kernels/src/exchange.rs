@@ -29,6 +29,7 @@ pub(crate) fn poll(
 
 /// Stores a word that [`poll`] waits for, after all that this thread, and what synchronised with it, has
 /// stored; called by one thread.
+#[track_caller]
 pub(crate) fn store_release(
     k: &mut Builder,
     address: Reg<GlobalAddress>,
@@ -40,6 +41,7 @@ pub(crate) fn store_release(
 }
 
 /// Sets a word back to zero for the next launch; called by one thread.
+#[track_caller]
 pub(crate) fn reset(k: &mut Builder, address: Reg<GlobalAddress>) {
     let none = k.eval::<U32>(0);
     let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..StoreHint::default() };

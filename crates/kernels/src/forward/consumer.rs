@@ -82,7 +82,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         } else {
             state.tiles_one_by_one(k, &tile, p);
         }
-        state.epilogue.drain(k);
+        state.epilogue.staging.drain(k);
     });
 }
 

@@ -46,12 +46,17 @@ impl Staging {
         k.if_(self.leads, |k| k.bulk_wait_read(0));
         self.sync_warpgroup(k);
     }
+
+    /// Waits until all TMA stores have completed: shared memory must outlive them.
+    pub(super) fn drain(&self, k: &mut Builder) {
+        k.if_(self.leads, |k| k.bulk_wait(0));
+    }
 }
 
 /// The epilogue of a consumer warpgroup.
 pub(super) struct Epilogue {
     results: Results,
-    staging: Staging,
+    pub(super) staging: Staging,
 }
 
 impl Epilogue {
@@ -102,11 +107,6 @@ impl Epilogue {
                 store(k);
             },
         );
-    }
-
-    /// Waits until all TMA stores have completed: shared memory must outlive them.
-    pub(super) fn drain(&self, k: &mut Builder) {
-        k.if_(self.staging.leads, |k| k.bulk_wait(0));
     }
 
     /// Stores the output and the log-sum-exps of a finished tile. Returns with the TMA stores still
@@ -161,9 +161,9 @@ impl Epilogue {
         coordinates: &TileCoordinates,
         rows: &[Finished],
     ) {
-        let Staging { thread, index, .. } = self.staging;
-        let position = Accumulator::position(k, thread);
-        let first = k.eval(coordinates.first_row + index * 64 + position.row);
+        let staging = &self.staging;
+        let position = Accumulator::position(k, staging.thread);
+        let first = k.eval(coordinates.first_row + staging.index * 64 + position.row);
         let base = tiles.first_log_sum(k, current, coordinates);
         let address = k.eval(self.results.lse + (base + first.convert::<U64>()) * 4);
         for (half, Finished { log_sum, .. }) in rows.iter().enumerate() {

@@ -128,7 +128,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         tiles.take(k, &state.current, &tile);
         k.set(state.block, tiles.last_block(&tile));
     });
-    epilogue.drain(k);
+    epilogue.staging.drain(k);
 }
 
 impl<T: ConsumerScheduler> State<'_, T> {

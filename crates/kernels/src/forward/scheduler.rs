@@ -165,7 +165,8 @@ pub(super) fn first_block(first: Option<Reg<U32>>) -> Value<U32> {
     first.map_or_else(|| 0.into(), Into::into)
 }
 
-/// Sets registers, of which a kernel may have none, to others of the same tile.
+/// Sets registers, of which a kernel may have none, to others.
+#[track_caller]
 pub(super) fn set_each<T: Scalar>(
     k: &mut Builder,
     registers: impl IntoIterator<Item = Reg<T>>,
