@@ -112,7 +112,7 @@ impl Product {
     }
 
     /// Returns the layout of a tile of `b` as it lies in memory.
-    pub fn b_layout(&self) -> TileLayout {
+    fn b_layout(&self) -> TileLayout {
         self.layout(self.b, self.columns)
     }
 

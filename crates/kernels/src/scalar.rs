@@ -27,7 +27,7 @@ use crate::strides::Strides;
 use crate::{Error, build, first_fault, is_16_bit};
 
 /// Query rows per thread block, one for each warp.
-pub const ROWS_PER_BLOCK: u32 = 8;
+const ROWS_PER_BLOCK: u32 = 8;
 
 /// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -62,7 +62,7 @@ fn copy_in(k: &mut Builder, thread: Reg<U32>, from: Reg<GlobalAddress>, tile: &S
 }
 
 /// Stores an accumulator as the rows of a matrix with `stride` columns.
-pub(crate) fn store_rows(
+fn store_rows(
     k: &mut Builder,
     accumulator: &Accumulator,
     thread: Reg<U32>,

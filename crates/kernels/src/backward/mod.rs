@@ -87,9 +87,9 @@ pub use pass::{BackwardPass, SumsLayout};
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
+pub(crate) use tuned::every_backward;
 pub use tuned::{
-    every_backward, persistent_backward, sharing_backward, split_backward, tall_backward,
-    tuned_backward,
+    persistent_backward, sharing_backward, split_backward, tall_backward, tuned_backward,
 };
 
 use ptx::{
@@ -267,7 +267,7 @@ impl Backward {
     }
 
     /// Returns the layout of a tile of output gradients.
-    pub fn output_gradient_layout(&self) -> TileLayout {
+    fn output_gradient_layout(&self) -> TileLayout {
         self.layout(self.query_block, self.value_head_dim.next_multiple_of(16))
     }
 

@@ -59,7 +59,7 @@ pub use tuned::{
 
 use ptx::{
     Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
-    Swizzle, Target, TensorMap, TileLayout, U32,
+    Swizzle, Target, TensorBox, TensorMap, TileLayout, U32,
 };
 
 use crate::attention::function::lower::Functions;
@@ -181,6 +181,16 @@ struct Maps {
 }
 
 impl Maps {
+    /// Declares the tensor maps, with the TMA boxes of queries, keys, values and output.
+    fn parameters(k: &mut Builder, [queries, keys, values, output]: [TensorBox; 4]) -> Self {
+        Maps {
+            queries: Tensor::Query.map(k, queries),
+            keys: Tensor::Key.map(k, keys),
+            values: Tensor::Value.map(k, values),
+            output: Tensor::Output.map(k, output),
+        }
+    }
+
     /// Brings the tensor maps into the cache of the copy engine: the first loads and the first store
     /// of a thread block need not wait for them.
     fn prefetch(&self, k: &mut Builder) {
@@ -264,13 +274,13 @@ impl Forward {
     }
 
     /// Returns the layout of a transposed value tile: one row for each value column.
-    pub fn transposed_layout(&self) -> TileLayout {
+    fn transposed_layout(&self) -> TileLayout {
         TileLayout::widest(self.element, self.value_head_dim, self.key_block)
     }
 
     /// Returns the layout of the staging tile through which one warpgroup stores its output: as
     /// many columns as fit into shared memory beside the inputs.
-    pub fn output_layout(&self) -> TileLayout {
+    fn output_layout(&self) -> TileLayout {
         let columns = self.value_head_dim.next_multiple_of(64);
         let fits = |columns: &u32| {
             let layout = self.staged(*columns);
@@ -434,12 +444,9 @@ impl Forward {
     }
 
     fn write(&self, k: &mut Builder, probed: bool) {
-        let maps = Maps {
-            queries: Tensor::Query.map(k, self.query_layout().tensor_box(4)),
-            keys: Tensor::Key.map(k, self.key_layout().tensor_box(4)),
-            values: Tensor::Value.map(k, self.value_layout().tensor_box(4)),
-            output: Tensor::Output.map(k, self.output_layout().tensor_box(4)),
-        };
+        let tiles =
+            [self.query_layout(), self.key_layout(), self.value_layout(), self.output_layout()];
+        let maps = Maps::parameters(k, tiles.map(|tile| tile.tensor_box(4)));
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);

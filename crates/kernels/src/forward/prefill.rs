@@ -195,13 +195,7 @@ impl Prefill {
     }
 
     fn write(&self, k: &mut Builder) {
-        let [queries, keys, values, output] = self.boxes();
-        let maps = Maps {
-            queries: Tensor::Query.map(k, queries),
-            keys: Tensor::Key.map(k, keys),
-            values: Tensor::Value.map(k, values),
-            output: Tensor::Output.map(k, output),
-        };
+        let maps = Maps::parameters(k, self.boxes());
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let scores = self.tile.score_rule(k, self.takes_capped_exponents());
         let batch = Batch::parameters(k, self, scores.scale_log2);

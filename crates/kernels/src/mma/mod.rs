@@ -32,7 +32,8 @@ mod tuned;
 mod walk;
 mod work_tile;
 
-pub use backward::{BackwardMma, every_tuned_backward, tuned_backward};
+pub(crate) use backward::every_tuned_backward;
+pub use backward::{BackwardMma, tuned_backward};
 pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
 
 use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, TileRing};

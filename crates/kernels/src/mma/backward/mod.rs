@@ -39,7 +39,8 @@ mod tuned;
 mod walk;
 mod weights;
 
-pub use tuned::{every_tuned_backward, tuned_backward};
+pub(crate) use tuned::every_tuned_backward;
+pub use tuned::tuned_backward;
 
 use ptx::{
     Builder, Capability, Element, Expression, Program, Reg, SharedAddress, Swizzle, Target,
