@@ -10,16 +10,14 @@
 //! A thread takes two neighbouring columns of one row and goes through the parts twice: once for
 //! the largest log-sum-exp, once for the sums.
 
-use ptx::{
-    BF16x2, Builder, Element, Expression, F16x2, F32, GlobalAddress, Program, Reg, Target, U32,
-    U64, Value,
-};
+use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, Target, U32, U64};
 
-use crate::Error;
 use crate::attention::rows::{Finished, Reference, finish, reference};
 use crate::dependent_launch::wait_for_earlier_grids;
+use crate::element::{load_pair_as_f32, store_pair_from_f32};
 use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads per block.
 const THREADS: u32 = 256;
@@ -91,20 +89,16 @@ impl Combine {
     /// weight beside the largest is zero. A row without any other part is zero, and its log-sum-exp
     /// is minus infinity. A log-sum-exp of plus infinity or NaN makes the row NaN.
     pub fn program(&self) -> Result<Program, Error> {
-        if self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2) {
-            return Err(Error::configuration(self.name(), "the head dimension is not even"));
-        }
-        for element in [self.partial, self.element] {
-            if !matches!(element, Element::F32 | Element::F16 | Element::BF16) {
-                return Err(Error::configuration(
-                    self.name(),
-                    "an element is not f32, f16 or bf16",
-                ));
-            }
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let served = |element| element == Element::F32 || is_16_bit(element);
+        let fault = first_fault([
+            (
+                self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2),
+                "the head dimension is not even",
+            ),
+            (!served(self.partial) || !served(self.element), "an element is not f32, f16 or bf16"),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {
@@ -151,7 +145,7 @@ impl Combine {
                 // Not "greater than": a log-sum-exp of NaN must reach the result.
                 k.if_(!weight.equals(0.0), |k| {
                     k.set(weights, weights + weight);
-                    let values = load_pair(k, self.partial, source);
+                    let values = load_pair_as_f32(k, self.partial, source.into());
                     for (sum, value) in sums.iter().zip(values) {
                         let next = k.fma(weight, value, *sum);
                         k.set(*sum, next);
@@ -166,46 +160,11 @@ impl Combine {
             let target = output_strides.row_address(k, output, self.element, at);
             let mine = pair.convert::<U64>() * (2 * self.element.bytes());
             let result = sums.map(|sum| k.eval(sum * factor));
-            store_pair(k, self.element, target + mine, result);
+            store_pair_from_f32(k, self.element, target + mine, result);
             k.if_(pair.equals(0), |k| {
                 let target = lse_strides.row_address(k, lse, Element::F32, at);
                 k.store(target, log_sum);
             });
         });
-    }
-}
-
-/// Loads two neighbouring numbers and widens them to `f32`.
-fn load_pair(k: &mut Builder, element: Element, address: Reg<GlobalAddress>) -> [Reg<F32>; 2] {
-    match element {
-        Element::F16 => {
-            let pair = k.load::<F16x2, _>(address);
-            k.unpack(pair)
-        }
-        Element::BF16 => {
-            let pair = k.load::<BF16x2, _>(address);
-            k.unpack(pair)
-        }
-        _ => k.load_vector(address, Default::default()),
-    }
-}
-
-/// Rounds two neighbouring numbers to the element and stores them.
-fn store_pair(
-    k: &mut Builder,
-    element: Element,
-    address: Value<GlobalAddress>,
-    [low, high]: [Reg<F32>; 2],
-) {
-    match element {
-        Element::F16 => {
-            let pair = k.pack::<F16x2>(low, high);
-            k.store(address, pair);
-        }
-        Element::BF16 => {
-            let pair = k.pack::<BF16x2>(low, high);
-            k.store(address, pair);
-        }
-        _ => k.store_vector(address, &[low, high], Default::default()),
     }
 }

@@ -5,6 +5,8 @@ use ptx::{
     LoadHint, Reg, U32, Value,
 };
 
+use crate::is_16_bit;
+
 /// Loads one element and converts it to `f32`. There is no scalar form of the 8-bit types: they
 /// must not be passed.
 #[track_caller]
@@ -24,6 +26,20 @@ pub(crate) fn load_as_f32(
             k.eval(half.convert::<F32>())
         }
     }
+}
+
+/// Loads two neighbouring elements of 16 or 32 bits and converts them to `f32`.
+#[track_caller]
+pub(crate) fn load_pair_as_f32(
+    k: &mut Builder,
+    element: Element,
+    address: Value<GlobalAddress>,
+) -> [Reg<F32>; 2] {
+    if !is_16_bit(element) {
+        return k.load_vector(address, LoadHint::default());
+    }
+    let pair = k.load_packed(element, address);
+    k.unpack_as_f32(pair)
 }
 
 /// Loads eight neighbouring 16-bit elements, aligned to 16 bytes, as four packed pairs.
@@ -71,4 +87,19 @@ pub(crate) fn store_from_f32<A: AddressOf>(
             k.store(address, half);
         }
     }
+}
+
+/// Rounds two neighbouring numbers to an element of 16 or 32 bits and stores them.
+#[track_caller]
+pub(crate) fn store_pair_from_f32(
+    k: &mut Builder,
+    element: Element,
+    address: Value<GlobalAddress>,
+    [low, high]: [Reg<F32>; 2],
+) {
+    if !is_16_bit(element) {
+        return k.store_vector(address, &[low, high], Default::default());
+    }
+    let pair = k.pack_as(element, low, high);
+    k.store_packed(address, &[pair]);
 }

@@ -67,7 +67,7 @@ pub use shipped::{shipped, with_functions};
 pub use single::Single;
 pub use widen::Widen;
 
-use ptx::{Builder, Target, ValidationError};
+use ptx::{Builder, Element, Target, ValidationError};
 
 /// Why no program could be built for a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -86,26 +86,34 @@ pub enum Error {
     Invalid(#[from] ValidationError),
 }
 
-impl Error {
-    fn configuration(kernel: String, reason: &str) -> Self {
-        Error::Configuration { kernel, reason: reason.to_owned() }
-    }
-}
-
-/// Builds the kernel of a configuration without a fault. `block` returns the target, the threads of a
-/// block and the resident blocks per multiprocessor; it is not called where there is a fault, since
-/// numbers may then be too large to be multiplied.
+/// Builds the kernel of a configuration without a fault. `builder` is not called where there is a
+/// fault, since numbers may then be too large to be multiplied.
 fn build(
     name: String,
     fault: Option<&str>,
-    block: impl FnOnce() -> (Target, u32, u32),
+    builder: impl FnOnce(String) -> Builder,
     write: impl FnOnce(&mut Builder),
 ) -> Result<ptx::Program, Error> {
     if let Some(reason) = fault {
-        return Err(Error::configuration(name, reason));
+        return Err(Error::Configuration { kernel: name, reason: reason.to_owned() });
     }
-    let (target, threads, residents) = block();
-    let mut k = Builder::new(name, target, threads).blocks_per_multiprocessor(residents);
+    let mut k = builder(name);
     write(&mut k);
     Ok(k.finish()?)
+}
+
+/// Returns what is said of the first fault that a configuration has.
+fn first_fault<const N: usize>(faults: [(bool, &'static str); N]) -> Option<&'static str> {
+    faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+}
+
+/// Returns whether a multiprocessor has shared memory for so many thread blocks of so many bytes each.
+fn fits_shared_memory(target: Target, bytes: u32, blocks: u32) -> bool {
+    // CUDA reserves 1 KB of the multiprocessor's shared memory for each thread block.
+    (bytes + 1024) * blocks <= target.shared_memory_limit() + 1024
+}
+
+/// Returns whether an element is a float of 16 bits.
+const fn is_16_bit(element: Element) -> bool {
+    matches!(element, Element::F16 | Element::BF16)
 }

@@ -22,7 +22,7 @@ use ptx::{
     Target, TensorMap, TileLayout, U32, U64,
 };
 
-use crate::Error;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// The inner extent of one pipeline step: 64 elements, 128 bytes.
 pub const STEP: u32 = 64;
@@ -112,7 +112,7 @@ impl Product {
     }
 
     /// Returns the layout of a tile of `b` as it lies in memory.
-    pub fn b_layout(&self) -> TileLayout {
+    fn b_layout(&self) -> TileLayout {
         self.layout(self.b, self.columns)
     }
 
@@ -137,29 +137,25 @@ impl Product {
     /// `d`, contiguous rows of `f32`; the number of its rows; the inner extent. The grid has one
     /// thread block for every 64 rows, in whole clusters.
     pub fn program(&self) -> Result<Program, Error> {
-        let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return refuse("the element is not f16 or bf16");
-        }
-        if !(8..=256).contains(&self.columns) || !self.columns.is_multiple_of(8) {
-            return refuse("the columns are not 8 to 256 in eights");
-        }
-        if self.source == Source::Registers && self.a == Contiguous::Outer {
-            return refuse("registers are loaded from a contiguous inner extent only");
-        }
-        if !(1..=2).contains(&self.cluster) {
-            return refuse("clusters have one block or two");
-        }
-        if !self.b_layout().rows.is_multiple_of(8 * self.cluster) {
-            return refuse("the cluster does not divide b into eights of rows");
-        }
-        if self.stages == 0 {
-            return refuse("a pipeline has at least one stage");
-        }
-        let threads = 128 + 32;
-        let mut k = Builder::new(self.name(), Target::SM_90A, threads).cluster(self.cluster);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (
+                !(8..=256).contains(&self.columns) || !self.columns.is_multiple_of(8),
+                "the columns are not 8 to 256 in eights",
+            ),
+            (
+                self.source == Source::Registers && self.a == Contiguous::Outer,
+                "registers are loaded from a contiguous inner extent only",
+            ),
+            (!(1..=2).contains(&self.cluster), "clusters have one block or two"),
+            (
+                !self.b_layout().rows.is_multiple_of(self.cluster.saturating_mul(8)),
+                "the cluster does not divide b into eights of rows",
+            ),
+            (self.stages == 0, "a pipeline has at least one stage"),
+        ]);
+        let builder = |name| Builder::new(name, Target::SM_90A, 128 + 32).cluster(self.cluster);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -16,7 +16,6 @@
 
 use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64};
 
-use crate::Error;
 use crate::attention::function::lower::{Functions, ScoreCoordinates};
 use crate::attention::rows::{Reference, Sinks, finish, reference};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, hide_least};
@@ -25,9 +24,10 @@ use crate::attention::{Rules, Score};
 use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Query rows per thread block, one for each warp.
-pub const ROWS_PER_BLOCK: u32 = 8;
+const ROWS_PER_BLOCK: u32 = 8;
 
 /// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,15 +68,15 @@ impl Scalar {
     /// from sequence to sequence, the sinks, and the tensors that functions load from. Log-sum-exps
     /// are stored as (batch, head, query) in `f32`.
     pub fn program(&self) -> Result<Program, Error> {
-        if self.head_dim == 0 || self.value_head_dim == 0 {
-            return Err(Error::configuration(self.name(), "a head dimension is zero"));
-        }
-        if !matches!(self.element, Element::F32 | Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f32, f16 or bf16"));
-        }
-        let mut k = Builder::new(self.name(), self.target, 32 * ROWS_PER_BLOCK);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (self.head_dim == 0 || self.value_head_dim == 0, "a head dimension is zero"),
+            (
+                self.element != Element::F32 && !is_16_bit(self.element),
+                "the element is not f32, f16 or bf16",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, 32 * ROWS_PER_BLOCK);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

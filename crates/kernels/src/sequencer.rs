@@ -18,12 +18,12 @@ use ptx::{
     U32, U64, Value,
 };
 
-use crate::Error;
+use crate::attention::MaskKind;
 use crate::attention::sequences::{Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
-use crate::attention::{MaskKind, Window};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{List, Number, Tensor, Workspace};
+use crate::{Error, build};
 
 /// The configuration of the sequencer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -56,30 +56,12 @@ pub(crate) const CLAIMED_BYTE: u32 = 4;
 pub(crate) const DONE_BYTE: u32 = 8;
 /// The byte offset of the first record.
 pub(crate) const RECORDS_BYTE: u32 = 16;
-/// The bytes of a record, eight words: the sequence, the first row of the tile in it, the first row
-/// and the number of the sequence's queries, the first row and the number of its keys, and where
-/// its outputs and its log-sum-exps start.
+/// The bytes of a record, eight words: the sequence, the first row of the tile in it, and the fields of
+/// [`Sequence`].
 pub(crate) const RECORD_BYTES: u32 = 32;
 
-/// Where the rows of a sequence lie in the tensors of a ragged batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slice {
-    /// The sequence's first query, in rows of the query tensor.
-    pub query_start: u32,
-    /// The number of queries.
-    pub queries: u32,
-    /// The sequence's first key, in rows of the key tensor.
-    pub key_start: u32,
-    /// The number of keys.
-    pub keys: u32,
-    /// The sequence's first output, in rows of the output tensor.
-    pub output_start: u32,
-    /// The index of the log-sum-exp of the sequence's first query, in head 0.
-    pub lse_start: u32,
-}
-
 /// The number of sequences that are sorted together, one for each thread, and of cost bins.
-const CHUNK: u32 = 1024;
+pub const CHUNK: u32 = 1024;
 const WARPS: u32 = CHUNK / 32;
 
 impl Sequencer {
@@ -105,48 +87,6 @@ impl Sequencer {
         RECORDS_BYTE as u64 + RECORD_BYTES as u64 * records
     }
 
-    /// Computes on the host the schedule that the kernel writes, in 32-bit words, for tiles of
-    /// `tile_rows` queries that see keys through a window ([`Tiles::Queries`]).
-    pub fn schedule(tile_rows: u32, window: &Window, sequences: &[Slice]) -> Vec<u32> {
-        let mut records: Vec<[u32; 8]> = Vec::new();
-        for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
-            let top = sequences.iter().map(|slice| slice.keys).max().unwrap_or(0);
-            let mut tiles = Vec::new();
-            for (index, slice) in sequences.iter().enumerate() {
-                let Slice { queries, keys, .. } = *slice;
-                let sequence = chunk as u32 * CHUNK + index as u32;
-                for first_row in (0..queries).step_by(tile_rows as usize) {
-                    let offset = i64::from(keys) - i64::from(queries);
-                    let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
-                    let seen = window.tile_keys(i64::from(first_row) + offset, last, keys);
-                    let bin = seen.len() as u32 / (top / CHUNK + 1);
-                    tiles.push((bin, slice.record(sequence, first_row)));
-                }
-            }
-            tiles.sort_by_key(|(bin, _)| std::cmp::Reverse(*bin));
-            records.extend(tiles.into_iter().map(|(_, record)| record));
-        }
-        with_header(&records)
-    }
-
-    /// Computes on the host the schedule for tiles of `tile_rows` keys ([`Tiles::Keys`], or
-    /// [`Tiles::KeysOrQueries`] if `or_queries`).
-    pub fn key_schedule(tile_rows: u32, or_queries: bool, sequences: &[Slice]) -> Vec<u32> {
-        let mut records: Vec<[u32; 8]> = Vec::new();
-        for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
-            let top = sequences.iter().map(|slice| slice.queries).max().unwrap_or(0);
-            let mut order: Vec<(u32, &Slice)> = (0..).zip(sequences).collect();
-            order.sort_by_key(|(_, slice)| std::cmp::Reverse(slice.queries / (top / CHUNK + 1)));
-            for (index, slice) in order {
-                let sequence = chunk as u32 * CHUNK + index;
-                let least = if or_queries { slice.queries.min(1) } else { 0 };
-                let first_rows = (0..slice.keys.max(least)).step_by(tile_rows as usize);
-                records.extend(first_rows.map(|first_row| slice.record(sequence, first_row)));
-            }
-        }
-        with_header(&records)
-    }
-
     /// Builds the kernel.
     ///
     /// The grid is one thread block. Parameters by name:
@@ -163,31 +103,15 @@ impl Sequencer {
     /// | `Entries` | the number of batch entries |
     /// | `LseBatchStride` | log-sum-exps from one sequence to the next; 0 where they and the outputs are packed like the queries |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Tiles::Queries(mask) = self.tiles
-            && !mask.is_window()
-        {
-            return Err(Error::configuration(
-                self.name(),
-                "the mask of a ragged batch is a window",
-            ));
-        }
-        let mut k = Builder::new(self.name(), self.target, CHUNK).blocks_per_multiprocessor(1);
-        write(&mut k, self.tiles);
-        Ok(k.finish()?)
+        let fault = match self.tiles {
+            Tiles::Queries(mask) if !mask.is_window() => {
+                Some("the mask of a ragged batch is a window")
+            }
+            _ => None,
+        };
+        let builder = |name| Builder::new(name, self.target, CHUNK).blocks_per_multiprocessor(1);
+        build(self.name(), fault, builder, |k| write(k, self.tiles))
     }
-}
-
-impl Slice {
-    /// Returns the record of the tile that begins at `first_row`.
-    fn record(&self, sequence: u32, first_row: u32) -> [u32; 8] {
-        let Slice { query_start, queries, key_start, keys, output_start, lse_start } = *self;
-        [sequence, first_row, query_start, queries, key_start, keys, output_start, lse_start]
-    }
-}
-
-/// Returns a schedule of these records, with none claimed.
-fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
-    [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
 }
 
 /// The launch parameters that say where the sequences of a ragged batch lie.
@@ -206,13 +130,19 @@ pub(crate) struct RaggedBatch {
     lse_entry_rows: Reg<U32>,
 }
 
-/// Where a sequence's rows lie, in registers; the fields are those of [`Slice`].
+/// Where a sequence's rows lie.
 pub(crate) struct Sequence {
+    /// The sequence's first query, in rows of the query tensor.
     pub(crate) query_start: Reg<U32>,
+    /// The number of queries.
     pub(crate) queries: Reg<U32>,
+    /// The sequence's first key, in rows of the key tensor.
     key_start: Reg<U32>,
+    /// The number of keys.
     pub(crate) keys: Reg<U32>,
+    /// The sequence's first output, in rows of the output tensor.
     output_start: Reg<U32>,
+    /// The index of the log-sum-exp of the sequence's first query, in head 0.
     lse_start: Reg<U32>,
 }
 

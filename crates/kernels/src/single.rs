@@ -9,7 +9,7 @@ use ptx::{
     SharedTile, SharedTiles, StoreHint, Swizzle, Target, TileLayout, U32, U64,
 };
 
-use crate::Error;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,12 +27,9 @@ impl Single {
     /// Builds the kernel. The grid is one thread block. Parameters: the addresses of `a` and `b`
     /// (64 x 16, contiguous) and `d` (64 x 64 of `f32`, contiguous).
     pub fn program(&self) -> Result<Program, Error> {
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
-        }
-        let mut k = Builder::new(self.name(), Target::SM_90A, 128);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([(!is_16_bit(self.element), "the element is not f16 or bf16")]);
+        let builder = |name| Builder::new(name, Target::SM_90A, 128);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {
@@ -65,7 +62,7 @@ fn copy_in(k: &mut Builder, thread: Reg<U32>, from: Reg<GlobalAddress>, tile: &S
 }
 
 /// Stores an accumulator as the rows of a matrix with `stride` columns.
-pub(crate) fn store_rows(
+fn store_rows(
     k: &mut Builder,
     accumulator: &Accumulator,
     thread: Reg<U32>,

@@ -7,13 +7,13 @@
 
 use ptx::{Builder, Element, Expression, F32, Packed, Program, Reg, Target, U32, U64};
 
-use crate::Error;
 use crate::attention::sequences::{Places, Span};
 use crate::cache::{Cache, ScaleSource};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strided;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Positions of a sequence that a block widens.
 pub const POSITIONS: u32 = 64;
@@ -61,20 +61,20 @@ impl Widen {
     /// | `KeyLength`, `KeyRows`, `KeyStarts`, `KeyLengths` | as in [`Decode`](crate::Decode) |
     /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     pub fn program(&self) -> Result<Program, Error> {
-        let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_8_bit() {
-            return refuse("it makes f16 or bf16 of 8 bits");
-        }
-        let odd = |dim: &u32| *dim == 0 || !dim.is_multiple_of(CHUNK);
-        if [self.head_dim, self.value_head_dim].iter().any(odd) {
-            return refuse("a head dimension is not whole chunks of 16 bytes");
-        }
-        if !self.cache.is_converted_by(self.target) {
-            return refuse("the target does not convert numbers of 8 bits");
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let odd = |dim: u32| dim == 0 || !dim.is_multiple_of(CHUNK);
+        let fault = first_fault([
+            (!is_16_bit(self.element) || !self.cache.is_8_bit(), "it makes f16 or bf16 of 8 bits"),
+            (
+                odd(self.head_dim) || odd(self.value_head_dim),
+                "a head dimension is not whole chunks of 16 bytes",
+            ),
+            (
+                !self.cache.is_converted_by(self.target),
+                "the target does not convert numbers of 8 bits",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -15,7 +15,6 @@ use ptx::{
     U32, U64,
 };
 
-use crate::Error;
 use crate::attention::sequences::{Places, Span, clamp, entry_of, search};
 use crate::cache::{Cache, ScaleSource};
 use crate::dependent_launch::wait_for_earlier_grids;
@@ -23,6 +22,7 @@ use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strided;
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Rows per block, one for each of its warps.
 pub const ROWS: u32 = 4;
@@ -108,33 +108,37 @@ impl Append {
     /// | `QueryRows`, `QueryStarts`, `QueryLengths` | as in [`Decode`](crate::Decode) |
     /// | `QueryStep` | 1 where the queries of a sequence have consecutive positions, 0 where all have the first |
     pub fn program(&self) -> Result<Program, Error> {
-        let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return refuse("the element is not f16 or bf16");
-        }
-        if [self.head_dim, self.value_head_dim].iter().any(|dim| *dim == 0 || dim % 2 != 0) {
-            return refuse("a head dimension is not even");
-        }
-        if self.rotary.is_some_and(|it| it.dim == 0 || it.dim % 2 != 0 || it.dim > self.head_dim) {
-            return refuse("the rotary dimension is not even or wider than the keys");
-        }
-        if !self.target.has(Capability::AsyncCopies) {
-            return refuse("the target is older than decode");
-        }
+        let builder = |name| Builder::new(name, self.target, self.threads());
+        build(self.name(), self.fault(), builder, |k| self.write(k))
+    }
+
+    /// Returns why this configuration is not supported, or `None` if it is.
+    fn fault(&self) -> Option<&'static str> {
         let narrow = self.cache.is_8_bit();
-        if !narrow && self.cache != Cache::plain(self.element) {
-            return refuse("the cache has an element or scales of its own, and not 8 bits");
-        }
-        if !self.cache.is_converted_by(self.target) {
-            return refuse("the target does not convert numbers of 8 bits");
-        }
-        // Columns are stored in pairs of neighbours.
-        if narrow && self.rotary.is_some_and(|it| !it.interleaved && it.dim % 4 != 0) {
-            return refuse("over 8 bits, halves of the rotary dimension are even");
-        }
-        let mut k = Builder::new(self.name(), self.target, self.threads());
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let wrong = |dim: u32| dim == 0 || !dim.is_multiple_of(2);
+        first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (wrong(self.head_dim) || wrong(self.value_head_dim), "a head dimension is not even"),
+            (
+                self.rotary.is_some_and(|it| wrong(it.dim) || it.dim > self.head_dim),
+                "the rotary dimension is not even or wider than the keys",
+            ),
+            (!self.target.has(Capability::AsyncCopies), "the target is older than decode"),
+            (
+                !narrow && self.cache != Cache::plain(self.element),
+                "the cache has an element or scales of its own, and not 8 bits",
+            ),
+            (
+                !self.cache.is_converted_by(self.target),
+                "the target does not convert numbers of 8 bits",
+            ),
+            (
+                // Columns are stored in pairs of neighbours.
+                narrow
+                    && self.rotary.is_some_and(|it| !it.interleaved && !it.dim.is_multiple_of(4)),
+                "over 8 bits, halves of the rotary dimension are even",
+            ),
+        ])
     }
 
     fn write(&self, k: &mut Builder) {

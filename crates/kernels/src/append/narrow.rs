@@ -7,6 +7,7 @@ use ptx::{
 
 use super::{Append, RotaryRegisters, rotate_pair};
 use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
+use crate::element::load_pair_as_f32;
 
 /// How a row of keys or values is scaled and rotated.
 pub(super) struct Rounded<'a> {
@@ -95,8 +96,7 @@ impl Rounded<'_> {
         body: &mut Body<'_>,
     ) {
         let load = |k: &mut Builder, base: Reg<GlobalAddress>, word: Reg<U32>| {
-            let pair = k.load_packed(element, base + (word * 4).convert::<U64>());
-            k.unpack_as_f32(pair)
+            load_pair_as_f32(k, element, base + (word * 4).convert::<U64>())
         };
         let lane = k.lane();
         let rotated = self.rotated.map_or(0, |(angles, _)| angles.rotary.dim);

@@ -15,6 +15,10 @@ pub(crate) enum Product {
     Output,
 }
 
+impl Product {
+    pub(crate) const ALL: [Product; 2] = [Product::Scores, Product::Output];
+}
+
 /// The descale factors by (sequence, key head). A tensor without factors has the address 0, and
 /// factors of 1.
 #[derive(Clone, Copy)]

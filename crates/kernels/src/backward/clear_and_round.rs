@@ -19,9 +19,9 @@
 //! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
-    AtomicOrder, BF16x2, Builder, Consumer, Element, Expression, F16x2, F32, Fence, GlobalAddress,
-    LoadHint, Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint,
-    U32, U64, Value,
+    AtomicOrder, Builder, Consumer, Element, Expression, F32, Fence, GlobalAddress, LoadHint,
+    Mbarriers, Pipeline, Pred, Producer, Reg, Scope, Select, SharedAddress, StoreHint, U32, U64,
+    Value,
 };
 
 use super::persistent::{Claims, Handover};
@@ -535,26 +535,13 @@ impl ClearAndRound {
                     let sum = k.load::<F32, SharedAddress>(it + at);
                     k.eval(sum * self.scale)
                 });
-                let pair = self.pack(k, pair);
+                let pair = k.pack_as(self.element, pair[0], pair[1]);
+                let pair = k.packed_bits(pair);
                 k.permute_bytes(pair, pair, order)
             });
             let exists = (row + 8 * group).less(length);
             k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
             k.set(to, to + rows_bytes);
-        }
-    }
-
-    /// Rounds two values into a pair of 16-bit elements.
-    fn pack(&self, k: &mut Builder, [low, high]: [Reg<F32>; 2]) -> Reg<U32> {
-        match self.element {
-            Element::F16 => {
-                let pair = k.pack::<F16x2>(low, high);
-                k.eval(pair.reinterpret::<U32>())
-            }
-            _ => {
-                let pair = k.pack::<BF16x2>(low, high);
-                k.eval(pair.reinterpret::<U32>())
-            }
         }
     }
 }

@@ -51,8 +51,10 @@ impl Sums {
     }
 }
 
-/// Accumulators and operands of the loop, beside the `dK` and `dV` accumulators: as many as fit.
-struct Registers {
+/// Accumulators and operands of the loop: as many as fit.
+struct Registers<'a> {
+    /// `dK` and `dV`.
+    sums: &'a Sums,
     /// `S^T`, then `P^T` in place.
     scores: Accumulator,
     /// `dP^T`, then `dS^T` in place.
@@ -67,10 +69,11 @@ struct Registers {
     weights: Option<Fragment>,
 }
 
-impl Registers {
-    fn new(k: &mut Builder, backward: &Backward) -> Self {
+impl<'a> Registers<'a> {
+    fn new(k: &mut Builder, backward: &Backward, sums: &'a Sums) -> Self {
         let products = Accumulator::new(k, PART);
         Registers {
+            sums,
             scores: Accumulator::new(k, PART),
             query_gradients: products.narrowed(backward.pass().sums_layout().part_queries),
             products,
@@ -182,7 +185,7 @@ impl Consumer {
 
     /// Emits the loop over all steps of a tile, unrolled by the stages.
     fn steps(&self, k: &mut Builder, group: &Warpgroup<'_>, sums: &Sums) {
-        let registers = Registers::new(k, group.backward);
+        let registers = Registers::new(k, group.backward, sums);
         let every = Part::every(group.backward);
         let parts = group.backward.parts() as usize;
         group.wait_for_keys(k);
@@ -195,33 +198,30 @@ impl Consumer {
         group.wait_for_output_gradients(k, Part::FIRST, Part::FIRST);
         k.loop_(|k| {
             // The first step is peeled: it has no previous step whose `dQ` it would compute.
-            for (part, next) in &every[..parts] {
-                self.step(k, group, &registers, sums, *part, *next, true);
+            for pair in &every[..parts] {
+                self.step(k, group, &registers, *pair, true);
             }
             k.loop_(|k| {
-                for (part, next) in every.iter().cycle().skip(parts).take(every.len()) {
-                    self.step(k, group, &registers, sums, *part, *next, false);
+                for pair in every.iter().cycle().skip(parts).take(every.len()) {
+                    self.step(k, group, &registers, *pair, false);
                 }
             });
             k.break_if(true);
         });
-        self.last(k, group, &registers, sums);
+        self.last(k, group, &registers);
     }
 
     /// Emits one part of a step. After the tile's last part the loop is left in the middle of the
     /// body, before the next scores are started; [`last`](Consumer::last) does the rest.
-    #[allow(clippy::too_many_arguments)]
     fn step(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
-        registers: &Registers,
-        sums: &Sums,
-        part: Part,
-        next: Part,
+        registers: &Registers<'_>,
+        (part, next): (Part, Part),
         first: bool,
     ) {
-        let Registers { scores, products, query_gradients, operand, weights } = registers;
+        let Registers { sums, scores, products, query_gradients, operand, weights } = registers;
         let index = Sums::index(group.backward, part);
         let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
@@ -285,8 +285,8 @@ impl Consumer {
     }
 
     /// Emits what the loop leaves undone: `dK` and `dQ` of the last step.
-    fn last(&self, k: &mut Builder, group: &Warpgroup<'_>, registers: &Registers, sums: &Sums) {
-        let Registers { products, query_gradients, operand, .. } = registers;
+    fn last(&self, k: &mut Builder, group: &Warpgroup<'_>, registers: &Registers<'_>) {
+        let Registers { sums, products, query_gradients, operand, .. } = registers;
         let part = Part { index: group.backward.parts() - 1, ..Part::FIRST };
         let key_gradients = &sums.keys[Sums::index(group.backward, part)];
         let stages = group.backward.stages();
@@ -332,7 +332,7 @@ impl Consumer {
         k: &mut Builder,
         group: &Warpgroup<'_>,
         part: Part,
-        registers: &Registers,
+        registers: &Registers<'_>,
     ) {
         let rounded = registers.weights.as_ref();
         if !group.backward.rules.has_score_derivative() || rounded.is_some() {

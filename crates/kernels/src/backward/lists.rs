@@ -7,7 +7,7 @@
 use ptx::{Builder, Expression, Pred, Reg, Select, SharedAddress, U32, Value};
 
 use super::tile_scheduler::Walk;
-use crate::attention::function::blocks::{self, BlockList, BlockLists, block_of, needs_function};
+use crate::attention::function::lists::{self, BlockList, BlockLists, block_of, needs_function};
 
 /// The current position of a walk in its list.
 #[derive(Clone, Copy)]
@@ -36,11 +36,11 @@ impl Listed {
     ) -> Self {
         let list = lists.of(k, tile);
         let list = k.eval(list);
-        let count = blocks::count(k, list);
+        let count = lists::count(k, list);
         let some = k.eval(count.maximum(1));
         let index = if down { some - 1 } else { ahead % some };
         let index = k.variable(index);
-        let entry = blocks::entry(k, list, index.into());
+        let entry = lists::entry(k, list, index.into());
         Listed { list, words: lists.words(), count, index, entry: k.variable(entry), down }
     }
 
@@ -62,7 +62,7 @@ impl Listed {
             false => (index + 1).equals(count).select::<U32>(0, index + 1),
         };
         k.set(index, next);
-        let entry = blocks::entry(k, list, index.into());
+        let entry = lists::entry(k, list, index.into());
         k.set(self.entry, entry);
     }
 
@@ -73,7 +73,7 @@ impl Listed {
 
     /// Returns how many key blocks add to the current query block's `dQ` before this one does.
     pub(super) fn turn(&self, k: &mut Builder) -> Reg<U32> {
-        blocks::turn(k, self.list, self.words, self.index)
+        lists::turn(k, self.list, self.words, self.index)
     }
 }
 

@@ -87,9 +87,9 @@ pub use pass::{BackwardPass, SumsLayout};
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
+pub(crate) use tuned::every_backward;
 pub use tuned::{
-    every_backward, persistent_backward, sharing_backward, split_backward, tall_backward,
-    tuned_backward,
+    persistent_backward, sharing_backward, split_backward, tall_backward, tuned_backward,
 };
 
 use ptx::{
@@ -100,7 +100,7 @@ use ptx::{
 use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
-use crate::{Error, build};
+use crate::{Error, build, first_fault, is_16_bit};
 use clear_and_round::ClearAndRound;
 use consumer::Consumer;
 use lists::PublishedSteps;
@@ -267,7 +267,7 @@ impl Backward {
     }
 
     /// Returns the layout of a tile of output gradients.
-    pub fn output_gradient_layout(&self) -> TileLayout {
+    fn output_gradient_layout(&self) -> TileLayout {
         self.layout(self.query_block, self.value_head_dim.next_multiple_of(16))
     }
 
@@ -395,8 +395,11 @@ impl Backward {
     /// the workspace. The grid has one thread block for each record that the schedule has room for
     /// and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        let block = || (Target::SM_90A, 128 * (WARPGROUPS + 1), 1);
-        build(self.name(), self.fault(), block, |k| self.write(k))
+        let builder = |name| {
+            let threads = 128 * (WARPGROUPS + 1);
+            Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1)
+        };
+        build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 
     /// Returns why this configuration is not supported, or `None` if it is.
@@ -404,11 +407,8 @@ impl Backward {
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
         let shape = self.shape();
         let narrow = self.head_dim <= 64 && shape != Shape::Wide;
-        let faults = [
-            (
-                !matches!(self.element, Element::F16 | Element::BF16),
-                "the element is not f16 or bf16",
-            ),
+        first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
                 "a head dimension is not a multiple of 8 up to 256",
@@ -444,8 +444,7 @@ impl Backward {
                 self.shares && !self.may_have_shares(),
                 "tiles have shares of sums over ragged batches, in no order, and heads are not wide",
             ),
-        ];
-        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+        ])
     }
 
     /// Returns whether this configuration can be persistent or split.

@@ -29,13 +29,13 @@
 
 use ptx::{
     Builder, Expression, GlobalAddress, Mbarriers, Pipeline, Pred, Reg, Scope, Select,
-    SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
+    SharedAddress, U32, U64, Value,
 };
 
 use super::tile_scheduler::{Path, Tile, TileScheduler, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
-use crate::exchange::poll;
+use crate::exchange::{poll, store_release};
 use crate::parameter::Number;
 
 /// Nanoseconds between two polls of a counter: far less than a poll takes.
@@ -201,9 +201,7 @@ impl Turn {
     fn pass_on(&self, k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) {
         let counter = counter(k, counters, walk);
         let position = self.position_of(k, walk);
-        let passed = k.eval(position + 1);
-        let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..StoreHint::default() };
-        k.store_vector(counter, &[passed], hint);
+        store_release(k, counter, position + 1);
     }
 
     /// Returns the first key of the preceding key block.

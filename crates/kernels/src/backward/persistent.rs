@@ -11,10 +11,11 @@
 
 use ptx::{
     Builder, Expression, GlobalAddress, Mbarriers, Pipeline, Pred, Reg, Scope, SharedAddress,
-    SpecialRegister, StoreHint, StoreOrder, U32, Value,
+    SpecialRegister, U32, Value,
 };
 
 use super::WARPGROUPS;
+use crate::exchange::reset;
 use crate::parameter::{Number, Workspace};
 
 /// The shared-memory word with the number of the block's current tile.
@@ -103,9 +104,7 @@ impl Claims {
         // Each block's last claim fails, so a launch makes as many claims as there are tiles. The
         // last one resets the counter for the next launch.
         k.if_((before + 1).equals(self.tiles), |k| {
-            let none = k.eval::<U32>(0);
-            let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };
-            k.store_vector(self.counter, &[none], hint);
+            reset(k, self.counter);
         });
         k.eval(before + self.blocks)
     }

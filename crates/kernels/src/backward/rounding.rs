@@ -12,11 +12,11 @@ use ptx::{
 
 use super::ragged::DividedShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, shares_suffix};
-use crate::attention::{Batch, Rules};
+use super::{SumsLayout, shares_suffix};
+use crate::attention::Batch;
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
-use crate::{Configuration, Error, mma};
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads of a thread block: as many as a warpgroup has.
 const THREADS: u32 = 128;
@@ -66,35 +66,6 @@ impl Rounding {
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}{shares}")
     }
 
-    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
-    pub fn after(&self) -> Option<Configuration> {
-        // A single part of 64 columns is what narrow queries with values wider than 128 have.
-        let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
-        let hopper = Backward {
-            element: self.element,
-            head_dim: self.head_dim,
-            value_head_dim: if wide { 256 } else { 64 },
-            rules: Rules::CAUSAL,
-            query_block: self.sums.query_block,
-            deterministic: false,
-            batch: self.batch,
-            persistent: false,
-            split: false,
-            shares: self.shares.is_some(),
-        };
-        if hopper.pass().rounding() == *self && hopper.fault().is_none() {
-            return Some(Configuration::Backward(hopper));
-        }
-        // Wider values and more rules may need smaller query blocks.
-        let Rounding { target, element, head_dim, batch, .. } = *self;
-        let tuned = [64, 128, 256].into_iter().flat_map(|value| {
-            [Rules::CAUSAL, Rules::EVERY].map(|rules| {
-                mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
-            })
-        });
-        tuned.flatten().find(|it| it.pass().rounding() == *self).map(Configuration::BackwardMma)
-    }
-
     /// Returns the number of thread blocks for this many query blocks.
     pub const fn blocks(&self, query_blocks: u32) -> u32 {
         self.sums.parts() * query_blocks
@@ -103,16 +74,15 @@ impl Rounding {
     /// Builds the kernel. The grid has one thread block for each part of each query block; where
     /// tiles have shares, several for each part of each of the last tiles' shares.
     pub fn program(&self) -> Result<Program, Error> {
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
-        }
-        if !self.sums.part_queries.is_multiple_of(ROWS) {
-            let reason = "a part of a block of query rows is not a multiple of 16";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (
+                !self.sums.part_queries.is_multiple_of(ROWS),
+                "a part of a block of query rows is not a multiple of 16",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     /// Returns the bytes from one thread's sums to the next thread's.

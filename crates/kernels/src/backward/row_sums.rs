@@ -15,11 +15,11 @@ use ptx::{
 
 use super::ragged::DividedShares;
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, shares_suffix};
-use crate::attention::{Batch, Rules};
+use super::{SumsLayout, shares_suffix};
+use crate::attention::Batch;
 use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
-use crate::{Configuration, Error, mma};
+use crate::{Error, build, first_fault, is_16_bit};
 
 /// Threads of a thread block.
 const THREADS: u32 = 256;
@@ -65,45 +65,18 @@ impl RowSums {
         )
     }
 
-    /// Returns some configuration of a main kernel that this kernel may precede, if there is one.
-    pub fn before(&self) -> Option<Configuration> {
-        let hopper = Backward {
-            element: self.element,
-            head_dim: self.sums.columns,
-            value_head_dim: self.value_head_dim,
-            rules: Rules::CAUSAL,
-            query_block: self.sums.query_block,
-            deterministic: self.counters,
-            batch: self.batch,
-            persistent: false,
-            split: false,
-            shares: self.shares.is_some(),
-        };
-        let plain = RowSums { lse_gradient: false, ..*self };
-        if hopper.pass().row_sums() == plain && hopper.fault().is_none() {
-            return Some(Configuration::Backward(hopper));
-        }
-        // More rules may need smaller query blocks.
-        let RowSums { target, element, value_head_dim: value, sums, counters, batch, .. } = *self;
-        let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
-            mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
-        });
-        tuned.find(|it| it.pass().row_sums() == plain).map(Configuration::BackwardMma)
-    }
-
     /// Builds the kernel. The grid has one thread block for each query block of the workspace.
     pub fn program(&self) -> Result<Program, Error> {
         let dim = self.value_head_dim;
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
-        }
-        if dim == 0 || dim > 256 || !dim.is_multiple_of(CHUNK) {
-            let reason = "the head dimension is not a multiple of 8 up to 256";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
+            (
+                dim == 0 || dim > 256 || !dim.is_multiple_of(CHUNK),
+                "the head dimension is not a multiple of 8 up to 256",
+            ),
+        ]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -5,18 +5,15 @@
 //! One thread block sums all rows of a head in a fixed order, so that results are bitwise
 //! reproducible.
 
-use ptx::{
-    Builder, Element, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64,
-};
+use ptx::{Builder, Expression, F32, LoadHint, Program, Reg, S32, Select, Target, U32, U64};
 
-use super::Backward;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::sequencer::RaggedBatch;
-use crate::{Configuration, Error, mma};
+use crate::{Error, build, first_fault};
 
 /// Threads of a thread block.
 const THREADS: u32 = 256;
@@ -56,47 +53,15 @@ impl SinkGradients {
         format!("sink_gradients_{target}_{mask}_{query_block}{lse}{}", batch.suffix())
     }
 
-    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
-    pub fn after(&self) -> Option<Configuration> {
-        let head_dim = if self.query_block > 64 { 64 } else { 128 };
-        let rules = Rules { mask: self.mask, sinks: true, ..Rules::DENSE };
-        let hopper = Backward {
-            element: Element::BF16,
-            head_dim,
-            value_head_dim: head_dim,
-            rules,
-            query_block: self.query_block,
-            deterministic: false,
-            batch: self.batch,
-            persistent: false,
-            split: false,
-            shares: false,
-        };
-        let plain = Some(SinkGradients { lse_gradient: false, ..*self });
-        if hopper.pass().sink_gradients() == plain && hopper.fault().is_none() {
-            return Some(Configuration::Backward(hopper));
-        }
-        // Wider heads and more rules may need smaller query blocks.
-        let SinkGradients { target, batch, .. } = *self;
-        let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
-            [rules, rules.capped()].map(|rules| {
-                mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
-            })
-        });
-        let mut tuned = tuned.flatten().filter(|it| it.pass().sink_gradients() == plain);
-        tuned.next().map(Configuration::BackwardMma)
-    }
-
     /// Builds the kernel. The grid has one thread block for each query head.
     pub fn program(&self) -> Result<Program, Error> {
         let block = self.query_block;
-        if !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block) {
-            let reason = "a block of query rows is not a multiple of 4 that divides 1024";
-            return Err(Error::configuration(self.name(), reason));
-        }
-        let mut k = Builder::new(self.name(), self.target, THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let fault = first_fault([(
+            !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block),
+            "a block of query rows is not a multiple of 4 that divides 1024",
+        )]);
+        let builder = |name| Builder::new(name, self.target, THREADS);
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -8,13 +8,13 @@
 
 use ptx::{
     Accumulator, AtomicOrder, Builder, Expression, GlobalAddress, Pred, Reg, Scope, Select,
-    StoreHint, StoreOrder, U32, U64, Value,
+    StoreHint, U32, U64, Value,
 };
 
 use super::epilogue::Owner;
 use super::{Backward, WARPGROUPS, barrier};
 use crate::divisor::DivisorRegisters;
-use crate::exchange::L2_ONLY;
+use crate::exchange::{L2_ONLY, reset};
 use crate::forward::PARTIAL_STEP;
 use crate::parameter::{Number, Workspace};
 
@@ -113,12 +113,7 @@ impl Partials {
                 let order = AtomicOrder::AcquireRelease;
                 let before = k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, order);
                 let is_last = k.eval((before + 1).equals(split.parts.number));
-                k.if_(is_last, |k| {
-                    // Resets the counter for the next launch.
-                    let none = k.eval::<U32>(0);
-                    let order = StoreOrder::Relaxed(Scope::Gpu);
-                    k.store_vector(counter, &[none], StoreHint { order, ..Default::default() });
-                });
+                k.if_(is_last, |k| reset(k, counter));
                 k.store(word, is_last.select::<U32>(1u32, 0u32));
             });
             k.barrier_sync(owner.index + barrier::RESULTS, 128);

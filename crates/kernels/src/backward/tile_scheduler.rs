@@ -15,7 +15,7 @@ use super::persistent::Posted;
 use super::ragged::{Ragged, ShareRows, Slice};
 use super::split::Split;
 use crate::attention::Batch;
-use crate::attention::function::blocks::{BlockLists, needs_function};
+use crate::attention::function::lists::{BlockLists, needs_function};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;

@@ -67,7 +67,7 @@ pub fn sharing_backward(tuned: Backward) -> Option<Backward> {
 
 /// Returns every configuration that the functions above choose for an element type and rules, at
 /// representative head dimensions and with equal lengths.
-pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
+pub(crate) fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
     [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64), (256, 256), (192, 128)]
         .into_iter()
         .filter_map(move |(head_dim, value)| tuned_backward(element, head_dim, value, rules))

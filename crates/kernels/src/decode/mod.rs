@@ -64,7 +64,7 @@ use crate::cache::{Cache, Scales};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
-use crate::{Error, build};
+use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit};
 use copies::Copies;
 use fixed::Fixed;
 use look_up::{RUN, tiles_of_entries};
@@ -288,15 +288,8 @@ impl Decode {
         let narrow = self.cache.is_8_bit();
         let chunk = 16 / self.cache.element.bytes();
         let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(chunk);
-        // The driver reserves 1 KB of the multiprocessor's shared memory for each block.
-        let fits = |target: Target| {
-            (self.shared_bytes() + 1024) * self.blocks <= target.shared_memory_limit() + 1024
-        };
-        let faults = [
-            (
-                !matches!(self.element, Element::F16 | Element::BF16),
-                "the element is not f16 or bf16",
-            ),
+        let fault = first_fault([
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
             (
                 !narrow && self.cache != Cache::plain(self.element),
                 "the cache has an element or scales of its own, and not 8 bits",
@@ -337,9 +330,9 @@ impl Decode {
                 !self.cache.is_converted_by(self.target),
                 "the target does not convert numbers of 8 bits",
             ),
-        ];
-        let fault = faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault);
-        fault.or_else(|| (!fits(self.target)).then_some("shared memory is too small for its tiles"))
+        ]);
+        let fits = || fits_shared_memory(self.target, self.shared_bytes(), self.blocks);
+        fault.or_else(|| (!fits()).then_some("shared memory is too small for its tiles"))
     }
 
     /// Builds the kernel.
@@ -369,8 +362,10 @@ impl Decode {
     /// | `ScaleLog2`, or the factors of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
-        let block = || (self.target, self.threads(), self.blocks);
-        build(self.name(), self.fault(), block, |k| self.write(k))
+        let builder = |name| {
+            Builder::new(name, self.target, self.threads()).blocks_per_multiprocessor(self.blocks)
+        };
+        build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {
@@ -418,9 +413,9 @@ impl Decode {
         k.if_(cursor.has_more(), |k| {
             begin(k, &mut cursor, &first);
             k.loop_(|k| {
-                let mut walk = Walk::new(k, self, &numbers, lanes, &inputs);
+                let walk = Walk::new(k, self, &numbers, lanes, &inputs, (scores, &functions));
                 let Some(fixed) = &fixed else {
-                    walk.keys(k, &ring, &cursor, scores, &functions);
+                    walk.keys(k, &ring, &cursor);
 
                     // Issues the copies of the next sequence's first tiles before this sequence is
                     // merged.
@@ -432,12 +427,12 @@ impl Decode {
                     merge.finish(k, &walk, &part);
                     return k.break_if(!more);
                 };
-                let score_rows = walk.score_rows(k, &cursor, &functions);
+                let score_rows = walk.score_rows(k, &cursor);
                 let tile = k.variable(ring.warp());
                 let split = k.variable(cursor.first_split());
                 k.loop_(|k| {
                     let end = cursor.end_tile(k, self, split);
-                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end), scores, &functions);
+                    walk.tiles(k, &ring, &cursor, &score_rows, (tile, end));
                     let share = cursor.share(k, &numbers);
                     let last = k.eval((split + 1).at_least(share.end));
                     k.if_(last, |k| {

@@ -18,18 +18,9 @@ use crate::parameter::{List, Number};
 /// The launch parameters that describe the sequences' lengths, the mask and the teams.
 pub(super) struct Schedule {
     batch: Reg<U32>,
-    /// The longest query and key length of a sequence.
-    query_length: Reg<U32>,
-    key_length: Reg<U32>,
-    /// Rows of the query tensor, per batch entry.
-    query_rows: Reg<U32>,
-    /// Rows of the key tensor, where keys are packed.
-    key_rows: Reg<U32>,
-    lengths: Reg<GlobalAddress>,
+    queries: Span,
+    keys: Span,
     padding: Reg<GlobalAddress>,
-    query_starts: Reg<GlobalAddress>,
-    query_lengths: Reg<GlobalAddress>,
-    key_starts: Reg<GlobalAddress>,
     teams: DivisorRegisters,
     /// The fewest tiles that a team takes, unless no sequence has as many. `None` with fixed-size
     /// splits, of which a team takes at least one.
@@ -113,17 +104,33 @@ pub(super) fn own_queries(
 
 impl Schedule {
     pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
+        let numbers = [Number::QueryLength, Number::KeyLength, Number::QueryRows, Number::KeyRows];
+        let lists = [
+            List::KeyLengths,
+            List::LeftPadding,
+            List::QueryStarts,
+            List::QueryLengths,
+            List::KeyStarts,
+        ];
+        let batch = Number::Batch.read(k);
+        let [most_queries, most_keys, query_rows, key_rows] = numbers.map(|it| it.read(k));
+        let [key_lengths, padding, query_starts, query_lengths, key_starts] =
+            lists.map(|it| it.address(k));
         Schedule {
-            batch: Number::Batch.read(k),
-            query_length: Number::QueryLength.read(k),
-            key_length: Number::KeyLength.read(k),
-            query_rows: Number::QueryRows.read(k),
-            key_rows: Number::KeyRows.read(k),
-            lengths: List::KeyLengths.address(k),
-            padding: List::LeftPadding.address(k),
-            query_starts: List::QueryStarts.address(k),
-            query_lengths: List::QueryLengths.address(k),
-            key_starts: List::KeyStarts.address(k),
+            batch,
+            queries: Span {
+                starts: query_starts,
+                rows: query_rows,
+                most: most_queries,
+                lengths: query_lengths,
+            },
+            keys: Span {
+                starts: key_starts,
+                rows: key_rows,
+                most: most_keys,
+                lengths: key_lengths,
+            },
+            padding,
             teams: DivisorRegisters::parameters(k, Number::Teams),
             least_tiles: match decode.splits {
                 Splits::Balanced => Some(Number::LeastTiles.read(k)),
@@ -143,25 +150,12 @@ impl Schedule {
         sequence: Reg<U32>,
     ) -> Lengths {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let (first_key, end) = Span {
-            starts: self.key_starts,
-            rows: self.key_rows,
-            most: self.key_length,
-            lengths: self.lengths,
-        }
-        .of(k, sequence);
+        let (first_key, end) = self.keys.of(k, sequence);
         let skipped = entry_of(k, self.padding, sequence, 0);
         let skipped = clamp(k, skipped, end);
         let keys = k.eval(end - skipped);
         let first_row = k.eval(first_key + skipped);
-
-        let (first_query, queries) = Span {
-            starts: self.query_starts,
-            rows: self.query_rows,
-            most: self.query_length,
-            lengths: self.query_lengths,
-        }
-        .of(k, sequence);
+        let (first_query, queries) = self.queries.of(k, sequence);
 
         // Query 0 has position `keys - queries`.
         let first_position = k.eval(signed(keys) - signed(queries));

@@ -24,6 +24,8 @@ pub(super) struct Walk<'a> {
     numbers: &'a Numbers,
     lanes: SteppedLanes,
     inputs: &'a Inputs,
+    rule: ScoreRule,
+    functions: &'a Functions,
     queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
@@ -85,12 +87,15 @@ impl<'a> Walk<'a> {
         numbers: &'a Numbers,
         lanes: SteppedLanes,
         inputs: &'a Inputs,
+        (rule, functions): (ScoreRule, &'a Functions),
     ) -> Self {
         Walk {
             decode,
             numbers,
             lanes,
             inputs,
+            rule,
+            functions,
             queries: Queries::new(k, decode, inputs),
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
@@ -105,27 +110,15 @@ impl<'a> Walk<'a> {
     }
 
     /// Processes all of the warp's tiles of the cursor's sequence.
-    pub(super) fn keys(
-        &mut self,
-        k: &mut Builder,
-        ring: &Ring,
-        cursor: &Cursor,
-        rule: ScoreRule,
-        functions: &Functions,
-    ) {
-        let score_rows = self.score_rows(k, cursor, functions);
+    pub(super) fn keys(&self, k: &mut Builder, ring: &Ring<'_>, cursor: &Cursor) {
+        let score_rows = self.score_rows(k, cursor);
         let tile = k.variable(ring.warp());
-        self.tiles(k, ring, cursor, &score_rows, (tile, cursor.count), rule, functions);
+        self.tiles(k, ring, cursor, &score_rows, (tile, cursor.count));
     }
 
     /// Computes the visible keys and score inputs of the warp's rows of the cursor's sequence.
-    pub(super) fn score_rows(
-        &self,
-        k: &mut Builder,
-        cursor: &Cursor,
-        functions: &Functions,
-    ) -> ScoreRows {
-        let (decode, numbers) = (self.decode, self.numbers);
+    pub(super) fn score_rows(&self, k: &mut Builder, cursor: &Cursor) -> ScoreRows {
+        let Walk { decode, numbers, functions, .. } = *self;
         let mask = Mask::new(k, decode, numbers, cursor);
         let rows: Vec<ScoreRow> = (0..decode.rows / 8)
             .map(|eight| {
@@ -149,18 +142,15 @@ impl<'a> Walk<'a> {
 
     /// Processes the warp's tiles from `tile` up to `end`. `tile` advances by the number of warps
     /// and is left at the warp's first tile that is not before `end`.
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn tiles(
-        &mut self,
+        &self,
         k: &mut Builder,
-        ring: &Ring,
+        ring: &Ring<'_>,
         cursor: &Cursor,
         ScoreRows { mask, rows }: &ScoreRows,
         (tile, end): (Reg<U32>, Reg<U32>),
-        rule: ScoreRule,
-        functions: &Functions,
     ) {
-        let (decode, numbers) = (self.decode, self.numbers);
+        let Walk { decode, numbers, rule, functions, .. } = *self;
         k.loop_(|k| {
             k.break_if(tile.at_least(end));
             let keys = ring.wait(k);

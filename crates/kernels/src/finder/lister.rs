@@ -3,12 +3,12 @@
 use ptx::{Builder, Expression, Program, Reg, Select, Target, U32, U64};
 
 use super::{BlockStateTable, NONE, SOME, WARPS};
-use crate::Error;
 use crate::attention::function::ListsOf;
-use crate::attention::function::blocks::BlockLists;
+use crate::attention::function::lists::BlockLists;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::Number;
+use crate::{Error, build};
 
 /// The configuration of the lister kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,9 +44,8 @@ impl BlockLister {
     /// in all; the address and layout of the lists, how many there are, and the number of heads
     /// with lists of their own.
     pub fn program(&self) -> Result<Program, Error> {
-        let mut k = Builder::new(self.name(), self.target, BlockLister::THREADS);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let builder = |name| Builder::new(name, self.target, BlockLister::THREADS);
+        build(self.name(), None, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

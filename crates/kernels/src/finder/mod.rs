@@ -23,13 +23,13 @@ use ptx::{
     Builder, Expression, F32, GlobalAddress, Program, Reg, S32, Select, Target, U32, U64, Value,
 };
 
-use crate::Error;
 use crate::attention::function::Function;
 use crate::attention::function::lower::{FunctionRegisters, ScoreCoordinates};
 use crate::attention::visibility::{Blocks, RowTile, Visibility};
 use crate::attention::{MaskKind, Score};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Workspace};
+use crate::{Error, build, first_fault};
 
 /// The configuration of the finder kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,15 +106,15 @@ impl BlockFinder {
     /// number of heads with lists of their own, and how many heads and sequences share a list; the
     /// parameters of the mask and of the function.
     pub fn program(&self) -> Result<Program, Error> {
-        if self.query_rows == 0 || self.key_block == 0 || self.key_block > 256 {
-            let fault = "tiles without queries, or blocks without keys or with more than 256";
-            return Err(Error::configuration(self.name(), fault));
-        }
+        let fault = first_fault([(
+            self.query_rows == 0 || self.key_block == 0 || self.key_block > 256,
+            "tiles without queries, or blocks without keys or with more than 256",
+        )]);
         // When asked for fewer blocks, the assembler limits itself to 48 registers and spills.
-        let k = Builder::new(self.name(), self.target, BlockFinder::THREADS);
-        let mut k = k.blocks_per_multiprocessor(4);
-        self.write(&mut k);
-        Ok(k.finish()?)
+        let builder = |name| {
+            Builder::new(name, self.target, BlockFinder::THREADS).blocks_per_multiprocessor(4)
+        };
+        build(self.name(), fault, builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -12,14 +12,14 @@ use ptx::{
 };
 
 use super::BlockStateTable;
-use crate::Error;
-use crate::attention::function::blocks::BlockLists;
+use crate::attention::function::lists::BlockLists;
 use crate::attention::sequences::inclusive_sum;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::forward::TileLists;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::{Number, Workspace};
 use crate::sequencer::Words;
+use crate::{Error, build};
 
 /// The configuration of the sharer kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,9 +103,8 @@ impl TileSharer {
     /// key blocks; the address of the lists of tiles; tiles per head, query heads, and the numbers
     /// of [`SharerProblem`].
     pub fn program(&self) -> Result<Program, Error> {
-        let mut k = Builder::new(self.name(), self.target, THREADS).blocks_per_multiprocessor(1);
-        write(&mut k);
-        Ok(k.finish()?)
+        let builder = |name| Builder::new(name, self.target, THREADS).blocks_per_multiprocessor(1);
+        build(self.name(), None, builder, write)
     }
 }
 

@@ -7,13 +7,11 @@
 
 use ptx::{Accumulate, Accumulator, Builder, Expression, Fragment, GlobalAddress, Pred, Reg, U32};
 
-use super::epilogue::{Epilogue, Output};
-use super::partials::Part;
-use super::probe::{Phase, Probe};
+use super::epilogue::{Epilogue, Results};
+use super::probe::Phase;
 use super::rule::{Rule, Step};
 use super::scheduler::ConsumerScheduler;
 use super::softmax::Softmax;
-use super::stream_k::PartWord;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared, fp8};
 use crate::attention::Score;
@@ -25,9 +23,9 @@ struct State<'a, T: ConsumerScheduler> {
     form: Form,
     tiles: &'a T,
     group: Warpgroup<'a>,
-    probe: Probe,
     rule: Rule,
     softmax: Softmax,
+    epilogue: Epilogue,
     output: Accumulator,
     /// False until the tile's first `P V` has been started: that one overwrites `output`, later
     /// ones accumulate.
@@ -38,13 +36,13 @@ struct State<'a, T: ConsumerScheduler> {
 }
 
 /// Everything the consumer warpgroups of a thread block are given.
-pub(super) struct Consumers<'a, T: ConsumerScheduler> {
+pub(super) struct Consumers<'a, T> {
     pub(super) forward: &'a Forward,
     pub(super) shared: &'a Shared,
     pub(super) tiles: &'a T,
     pub(super) scores: ScoreRule,
     pub(super) functions: Functions,
-    pub(super) epilogue: Epilogue,
+    pub(super) results: Results,
     pub(super) probe: Option<Reg<GlobalAddress>>,
     /// See [`Warpgroup::new`].
     pub(super) index_from_one_lane: bool,
@@ -55,9 +53,9 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     if given.forward.is_fp8() {
         return fp8::consume(k, given);
     }
-    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
-    let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
-    let staging = Output::new(k, shared, &group);
+    let group = Warpgroup::new(k, &given);
+    let Consumers { forward, shared, tiles, scores, functions, results, .. } = given;
+    let epilogue = Epilogue::new(k, results, shared, &group);
     // P of one key block and of the next; the two fragments swap roles.
     let even = Fragment::new(k, forward.element, forward.key_block);
     let odd = Fragment::new(k, forward.element, forward.key_block);
@@ -67,38 +65,31 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     let mut state = State {
         form: forward.form,
         tiles,
-        probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, forward, &scores),
+        epilogue,
         output: Accumulator::new(k, forward.value_head_dim),
         output_begun: k.register(),
-        current: tiles.current(k, &tile),
+        current: tiles.hold(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
     k.if_(tiles.has_tile(&tile), |k| {
-        state.probe.stamp(k, Phase::Begin);
+        state.group.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
-            state.tiles_overlapped(k, &tile, &epilogue, &staging, p);
+            state.tiles_overlapped(k, &tile, p);
         } else {
-            state.tiles_one_by_one(k, &tile, &epilogue, &staging, p);
+            state.tiles_one_by_one(k, &tile, p);
         }
-        staging.drain(k);
+        state.epilogue.staging.drain(k);
     });
 }
 
 impl<T: ConsumerScheduler> State<'_, T> {
     /// Processes the tiles as [`Form::overlap_tiles`] says: the next tile's first scores are
     /// computed while the current tile is normalised and stored.
-    fn tiles_overlapped(
-        &mut self,
-        k: &mut Builder,
-        tile: &T::Tile,
-        epilogue: &Epilogue,
-        staging: &Output,
-        [even, odd]: [&Fragment; 2],
-    ) {
+    fn tiles_overlapped(&mut self, k: &mut Builder, tile: &T::Tile, [even, odd]: [&Fragment; 2]) {
         let block = self.block;
         self.begin(k, even);
         k.loop_(|k| {
@@ -108,55 +99,43 @@ impl<T: ConsumerScheduler> State<'_, T> {
             k.break_if(!self.tiles.has_tile(tile));
             self.tiles.narrow(k, tile, self.group.index);
 
-            let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
+            let State { tiles, group, epilogue, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
             group.wait_for_values(k);
-            group.ping_pong.take(k);
-            probe.stamp(k, Phase::Turn);
+            group.take_turn(k);
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
-            probe.stamp(k, Phase::Queries);
-            if let Some(whole) = tiles.whole_walk_ahead(k, tile) {
+            if let Some(whole) = tiles.whole_walk(k, tiles.registers(tile)) {
                 k.if_(whole.last.differs(tiles.last_block(tile)), |k| group.skip_keys(k));
             }
             group.wait_for_keys(k);
-            probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
-            group.ping_pong.pass(k);
+            group.pass_turn(k);
             let landed = update.wait(k);
             group.release_values(k);
             skip_last_values(k, *tiles, current, group, block);
-            probe.stamp(k, Phase::Update);
             // Only a thread block's last tile adds the partial tiles of others (stream-K), and
             // another tile follows this one.
-            finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
-            probe.stamp(k, Phase::Epilogue);
+            epilogue.finish(k, (*tiles, current), softmax, landed, false);
+            group.probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
-            probe.stamp(k, Phase::Scores);
             tiles.take(k, current, tile);
             k.set(block, tiles.last_block(tile));
             self.first_block(k, &scores, even);
         });
-        self.end(k, epilogue, staging, even);
+        self.end(k, even);
     }
 
     /// Processes the tiles one after the other: the same arithmetic in the same order as
     /// [`tiles_overlapped`](State::tiles_overlapped), with one copy of each part of the code.
-    fn tiles_one_by_one(
-        &mut self,
-        k: &mut Builder,
-        tile: &T::Tile,
-        epilogue: &Epilogue,
-        staging: &Output,
-        [p, next]: [&Fragment; 2],
-    ) {
+    fn tiles_one_by_one(&mut self, k: &mut Builder, tile: &T::Tile, [p, next]: [&Fragment; 2]) {
         let block = self.block;
         k.loop_(|k| {
             self.begin(k, p);
             self.steps(k, [p, next]);
             self.group.release_queries_late(k);
-            self.end(k, epilogue, staging, p);
+            self.end(k, p);
             self.tiles.next_tile(k, tile);
             self.tiles.narrow(k, tile, self.group.index);
             self.tiles.take(k, &self.current, tile);
@@ -185,7 +164,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
             k.if_(first.differs(block), |k| {
                 group.skip_keys(k);
-                group.ping_pong.skip(k);
+                group.skip_turn(k);
             });
         }
     }
@@ -194,29 +173,25 @@ impl<T: ConsumerScheduler> State<'_, T> {
     /// product in flight.
     fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
-        self.probe.stamp(k, Phase::Queries);
         if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
             k.if_(whole.last.differs(self.block), |k| self.group.skip_keys(k));
         }
         self.group.wait_for_keys(k);
-        self.probe.stamp(k, Phase::WaitForKeys);
         let scores = self.group.start_scores(k).wait(k);
         self.group.release_keys(k);
-        self.probe.stamp(k, Phase::Scores);
         self.first_block(k, &scores, p);
     }
 
     /// Computes a tile's last `O += P V`, with no other product in flight, and stores the tile.
-    fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, staging: &Output, p: &Fragment) {
-        let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
+    fn end(&mut self, k: &mut Builder, p: &Fragment) {
+        let State { tiles, group, epilogue, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         skip_last_values(k, *tiles, current, group, self.block);
-        probe.stamp(k, Phase::Update);
-        finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
-        probe.stamp(k, Phase::Epilogue);
+        epilogue.finish(k, (*tiles, current), softmax, landed, true);
+        group.probe.stamp(k, Phase::Epilogue);
     }
 
     /// Applies rule and softmax to the scores of the key block that a tile walks first, where there
@@ -229,11 +204,11 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let at = (self.block, entry);
         self.rule.apply(k, self.tiles, &self.current, at, Step::First, &scores);
         self.softmax.first_block(k, &scores, p);
-        self.probe.stamp(k, Phase::Softmax);
+        self.group.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
         if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
             k.if_(whole.last.differs(self.block), |k| {
-                self.group.ping_pong.skip(k);
+                self.group.skip_turn(k);
                 self.group.skip_values(k);
             });
         }
@@ -243,15 +218,13 @@ impl<T: ConsumerScheduler> State<'_, T> {
     /// and takes the softmax of the scores while the update runs. `before` holds P of the previous
     /// block, `p` receives P of this one.
     fn step(&mut self, k: &mut Builder, before: &Fragment, p: &Fragment) {
-        let State { group, probe, output, output_begun, .. } = self;
+        let State { group, output, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         // Loaded this early so that the products hide the latency.
         let entry = self.tiles.entry(k, &self.current, || self.block - 1);
         let prepared = group.prepare(k, before);
         group.wait_for_keys(k);
-        probe.stamp(k, Phase::WaitForKeys);
-        group.ping_pong.take(k);
-        probe.stamp(k, Phase::Turn);
+        group.take_turn(k);
         let (scores, update) = match &prepared {
             Some([scores, update]) => {
                 let scores = k.wgmma_prepared(scores);
@@ -264,10 +237,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 (scores, group.start_update(k, output, accumulate, before))
             }
         };
-        group.ping_pong.pass(k);
+        group.pass_turn(k);
         let scores = Score::of(&scores.wait(k));
         group.release_keys(k);
-        probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
         group.release_queries_early(k, self.tiles.is_first_block(&self.current, self.block));
@@ -281,10 +253,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 softmax.block(k, &scores, p)
             }
         };
-        probe.stamp(k, Phase::Softmax);
+        group.probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);
         group.release_values(k);
-        probe.stamp(k, Phase::Update);
         rescale.apply(k, landed);
     }
 }
@@ -302,36 +273,4 @@ fn skip_last_values<T: ConsumerScheduler>(
     if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
         k.if_(first.differs(block), |k| group.skip_values(k));
     }
-}
-
-/// Ends a tile: stores it, or with stream-K stores it as a partial tile for another thread block.
-/// Only a thread block's last tile (`last`) may merge the partial tiles of others.
-fn finish<T: ConsumerScheduler>(
-    k: &mut Builder,
-    (tiles, current): (&T, &T::Current),
-    epilogue: &Epilogue,
-    staging: &Output,
-    softmax: &Softmax,
-    output: &Accumulator,
-    last: bool,
-) {
-    let store = |k: &mut Builder| {
-        let sink = tiles.sink(k, current);
-        let rows = softmax.finish(k, sink);
-        epilogue.store(k, tiles, staging, &rows, output, current);
-    };
-    let (Some(partials), Some(word)) = (&epilogue.partials, tiles.part(current)) else {
-        return store(k);
-    };
-    let part = Part { word, staging, softmax, output };
-    k.if_else(
-        PartWord::is_partial(word),
-        |k| partials.store_partial(k, &part),
-        |k| {
-            if last {
-                partials.merge_partial(k, &part);
-            }
-            store(k);
-        },
-    );
 }

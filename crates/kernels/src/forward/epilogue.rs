@@ -1,19 +1,22 @@
 //! The epilogue: normalises a tile's output, rounds it, writes it to a staging tile in shared
-//! memory, and stores it with TMA; stores the log-sum-exps directly.
+//! memory, and stores it with TMA; stores the log-sum-exps directly. With stream-K, writes and merges
+//! partial tiles.
 
 use ptx::{
     Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, Pred, Reg, SharedTile,
     TensorMap, U32, U64,
 };
 
-use super::partials::Partials;
+use super::partials::{Part, Partials};
 use super::scheduler::{ConsumerScheduler, TileCoordinates};
+use super::softmax::Softmax;
+use super::stream_k::PartWord;
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 use crate::attention::rows::Finished;
 
-/// Where the results of a tile go.
-pub(super) struct Epilogue {
+/// Where the results of tiles go.
+pub(super) struct Results {
     pub(super) output: TensorMap,
     pub(super) lse: Reg<GlobalAddress>,
     /// Where partial tiles go, with stream-K.
@@ -21,7 +24,7 @@ pub(super) struct Epilogue {
 }
 
 /// The staging tile of a warpgroup's output, and the thread's place in it.
-pub(super) struct Output {
+pub(super) struct Staging {
     tile: SharedTile,
     barrier: Reg<U32>,
     pub(super) index: Reg<U32>,
@@ -31,19 +34,7 @@ pub(super) struct Output {
     pub(super) leads: Reg<Pred>,
 }
 
-impl Output {
-    pub(super) fn new(k: &mut Builder, shared: &Shared, group: &Warpgroup<'_>) -> Self {
-        let (index, thread) = (group.index, group.thread);
-        Output {
-            tile: shared.output.at(k, index),
-            barrier: k.eval(index + barrier::OUTPUT),
-            index,
-            thread,
-            warp: k.eval(thread / 32),
-            leads: k.eval(thread.equals(0)),
-        }
-    }
-
+impl Staging {
     /// Synchronises the threads of the warpgroup.
     pub(super) fn sync_warpgroup(&self, k: &mut Builder) {
         k.barrier_sync(self.barrier, 128);
@@ -62,20 +53,74 @@ impl Output {
     }
 }
 
+/// The epilogue of a consumer warpgroup.
+pub(super) struct Epilogue {
+    results: Results,
+    pub(super) staging: Staging,
+}
+
 impl Epilogue {
+    pub(super) fn new(
+        k: &mut Builder,
+        results: Results,
+        shared: &Shared,
+        group: &Warpgroup<'_>,
+    ) -> Self {
+        let (index, thread) = (group.index, group.thread);
+        let staging = Staging {
+            tile: shared.output.at(k, index),
+            barrier: k.eval(index + barrier::OUTPUT),
+            index,
+            thread,
+            warp: k.eval(thread / 32),
+            leads: k.eval(thread.equals(0)),
+        };
+        Epilogue { results, staging }
+    }
+
+    /// Ends a tile: stores it, or with stream-K stores it as a partial tile for another thread
+    /// block. Only a thread block's last tile (`last`) may merge the partial tiles of others.
+    pub(super) fn finish<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        (tiles, current): (&T, &T::Current),
+        softmax: &Softmax,
+        output: &Accumulator,
+        last: bool,
+    ) {
+        let store = |k: &mut Builder| {
+            let sink = tiles.sink(k, current);
+            let rows = softmax.finish(k, sink);
+            self.store(k, (tiles, current), &rows, output);
+        };
+        let (Some(partials), Some(word)) = (&self.results.partials, tiles.part(current)) else {
+            return store(k);
+        };
+        let part = Part { word, staging: &self.staging, softmax, output };
+        k.if_else(
+            PartWord::is_partial(word),
+            |k| partials.store_partial(k, &part),
+            |k| {
+                if last {
+                    partials.merge_partial(k, &part);
+                }
+                store(k);
+            },
+        );
+    }
+
     /// Stores the output and the log-sum-exps of a finished tile. Returns with the TMA stores still
     /// in flight.
     pub(super) fn store<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
-        tiles: &T,
-        staging: &Output,
+        (tiles, current): (&T, &T::Current),
         rows: &[Finished],
         output: &Accumulator,
-        current: &T::Current,
     ) {
+        let staging = &self.staging;
         let coordinates = tiles.coordinates(k, current);
-        self.store_log_sums(k, tiles, staging, current, &coordinates, rows);
+        self.store_log_sums(k, (tiles, current), &coordinates, rows);
 
         let layout = staging.tile.layout();
         let first_row = k.eval(coordinates.first_row + staging.index * 64);
@@ -100,7 +145,7 @@ impl Epilogue {
                     let mut corner = vec![column.into()];
                     corner.extend(further.iter().cloned());
                     let source = staging.tile.address() + panel * layout.panel_bytes();
-                    k.tensor_store(self.output, &corner, source);
+                    k.tensor_store(self.results.output, &corner, source);
                 }
                 k.bulk_commit();
             });
@@ -112,16 +157,15 @@ impl Epilogue {
     fn store_log_sums<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
-        tiles: &T,
-        staging: &Output,
-        current: &T::Current,
+        (tiles, current): (&T, &T::Current),
         coordinates: &TileCoordinates,
         rows: &[Finished],
     ) {
+        let staging = &self.staging;
         let position = Accumulator::position(k, staging.thread);
         let first = k.eval(coordinates.first_row + staging.index * 64 + position.row);
         let base = tiles.first_log_sum(k, current, coordinates);
-        let address = k.eval(self.lse + (base + first.convert::<U64>()) * 4);
+        let address = k.eval(self.results.lse + (base + first.convert::<U64>()) * 4);
         for (half, Finished { log_sum, .. }) in rows.iter().enumerate() {
             let row = first + 8 * half;
             let mine = position.column.equals(0) & row.less(coordinates.query_length);

@@ -25,8 +25,8 @@ use ptx::{Accumulate, Accumulator, Builder, E4M3x2, Expression, F32, Fragment, R
 
 use super::Forward;
 use super::consumer::Consumers;
-use super::epilogue::Output;
-use super::probe::{Phase, Probe};
+use super::epilogue::Epilogue;
+use super::probe::Phase;
 use super::rule::{Rule, Step};
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
@@ -66,7 +66,6 @@ enum Pass {
 struct State<'a, T: ConsumerScheduler> {
     tiles: &'a T,
     group: Warpgroup<'a>,
-    probe: Probe,
     rule: Rule,
     softmax: Softmax,
     /// The scale of the launch, in units of log2.
@@ -90,14 +89,13 @@ struct State<'a, T: ConsumerScheduler> {
 
 /// Emits the code of a consumer warpgroup: 64 query rows of each of the thread block's tiles.
 pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
-    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
-    let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
-    let staging = Output::new(k, shared, &group);
+    let group = Warpgroup::new(k, &given);
+    let Consumers { forward, shared, tiles, scores, functions, results, .. } = given;
+    let epilogue = Epilogue::new(k, results, shared, &group);
     let tile = tiles.first_tile(k);
     let tile_scale = k.register();
     let state = State {
         tiles,
-        probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale, scores.least_reference())
@@ -111,10 +109,10 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         // Measured: `Landed` gains 1 % at head dims 64 and 128, where exponentials take longer than
         // products, and loses 1 % at 256.
         pass: if forward.value_head_dim > 128 { Pass::Started } else { Pass::Landed },
-        current: tiles.current(k, &tile),
+        current: tiles.hold(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
-    state.probe.stamp(k, Phase::Begin);
+    state.group.probe.stamp(k, Phase::Begin);
     k.loop_(|k| {
         k.break_if(!tiles.has_tile(&tile));
         state.tile(k);
@@ -124,19 +122,19 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         for row in &mut rows {
             row.factor = k.eval(row.factor * descale);
         }
-        epilogue.store(k, tiles, &staging, &rows, &state.output, &state.current);
-        state.probe.stamp(k, Phase::Epilogue);
+        epilogue.store(k, (tiles, &state.current), &rows, &state.output);
+        state.group.probe.stamp(k, Phase::Epilogue);
         tiles.next_tile(k, &tile);
         tiles.take(k, &state.current, &tile);
         k.set(state.block, tiles.last_block(&tile));
     });
-    staging.drain(k);
+    epilogue.staging.drain(k);
 }
 
 impl<T: ConsumerScheduler> State<'_, T> {
     /// Computes all key blocks of a tile.
     fn tile(&self, k: &mut Builder) {
-        let State { tiles, group, probe, softmax, output, current, .. } = self;
+        let State { tiles, group, softmax, output, current, .. } = self;
         let descale = tiles.descale(k, current, Product::Scores);
         match self.descale {
             // Score rules take scores in their own units, so the descale factor comes first.
@@ -156,30 +154,27 @@ impl<T: ConsumerScheduler> State<'_, T> {
             k.set(*element, 0.0);
         }
         group.take_queries(k);
-        probe.stamp(k, Phase::Queries);
         self.blocks(k);
     }
 
     /// Loops over the key blocks of a tile: scores, softmax and output, one after the other.
     fn blocks(&self, k: &mut Builder) {
-        let State { tiles, group, probe, current, block, .. } = self;
-        group.ping_pong.take(k);
+        let State { tiles, group, current, block, .. } = self;
+        group.take_turn(k);
         k.loop_(|k| {
             group.wait_for_keys(k);
-            probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
             if self.pass == Pass::Started {
-                group.ping_pong.pass(k);
+                group.pass_turn(k);
             }
             let scores = Score::of(&scores.wait(k));
             if self.pass == Pass::Landed {
-                group.ping_pong.pass(k);
+                group.pass_turn(k);
             }
             group.release_keys(k);
             let last = k.eval(tiles.is_first_block(current, *block));
             // The next tile's queries are loaded during the softmax of this tile's last key block.
             k.if_(last, |k| group.release_queries(k));
-            probe.stamp(k, Phase::Scores);
             let factors = self.raise(k, &scores);
             self.probabilities(k, &scores);
             self.update(k, &factors);
@@ -187,7 +182,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             k.break_if(last);
             k.set(*block, *block - 1);
         });
-        group.ping_pong.pass(k);
+        group.pass_turn(k);
     }
 
     /// Turns products into scores and raises the rows' references to the exact running maximum.
@@ -221,15 +216,14 @@ impl<T: ConsumerScheduler> State<'_, T> {
             }
         });
         self.softmax.add(k, &sums);
-        self.probe.stamp(k, Phase::Softmax);
+        self.group.probe.stamp(k, Phase::Softmax);
     }
 
     /// Computes `O = O f + P V`, piece by piece of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
-        let State { group, probe, .. } = self;
+        let group = &self.group;
         group.wait_for_values(k);
-        group.ping_pong.take(k);
-        probe.stamp(k, Phase::Turn);
+        group.take_turn(k);
         let pieces = self.pieces(k);
         let start = |k: &mut Builder, Piece { first, product }: &Piece| {
             let values = group.transposed_operand(k, *first, product.columns());
@@ -250,7 +244,6 @@ impl<T: ConsumerScheduler> State<'_, T> {
             }
         }
         group.release_values(k);
-        probe.stamp(k, Phase::Update);
     }
 
     /// Splits the output's columns into pieces, which use the slots in turn.

@@ -66,102 +66,30 @@ impl TileLists {
         forward: &Forward,
         window: &Window,
         seen: Option<&BlockCounts>,
-        [query_length, key_length]: [u32; 2],
-        [heads, key_heads, batch]: [u32; 3],
+        lengths: [u32; 2],
+        heads: [u32; 3],
         processors: u32,
         cache_bytes: u64,
     ) -> Self {
-        let row_tiles = query_length.div_ceil(forward.query_rows());
+        let tiles = Tiles::new(forward, window, seen, lengths, heads, processors, cache_bytes);
+        let count = u64::from(tiles.row_tiles) * tiles.heads;
         if forward.stream_k {
-            let tiles = row_tiles * heads * batch;
-            return TileLists::stream_k(forward, tiles, key_length, processors);
+            return TileLists::stream_k(forward, count as u32, lengths[1], processors);
         }
-        let all_heads = heads as u64 * batch as u64;
-        let group_size = (heads / key_heads.max(1)).max(1) as u64;
-        let together =
-            forward.heads_together(row_tiles, key_length, group_size, processors, cache_bytes);
-        let blocks = (processors as u64).min(row_tiles as u64 * all_heads).max(1) as u32;
-        let lengths = [query_length, key_length];
-        let cost = |head: u64, row_tile: u32| match seen {
-            None => forward.key_blocks(window, row_tile, lengths) * BLOCK + OVERHEAD,
-            Some(seen) => seen.of_head(head)[row_tile as usize].cost(),
-        };
-        let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
-        // Of the named masks only the causal one has even pairs; those of a mask function may be
-        // even too.
-        let even = match seen {
-            None => !forward.rules.mask.is_window(),
-            Some(_) => (0..all_heads).all(|head| pairs_are_even(row_tiles, |it| cost(head, it))),
-        };
-        // Tiles that cost less than `held_back` are distributed last, those of all heads together.
-        let longest_first = |last_group_start: u64, held_back: u64| {
-            let tiles = |heads: Range<u64>| {
-                let tiles =
-                    (0..row_tiles).rev().flat_map(move |it| heads.clone().map(move |h| (h, it)));
-                tiles.map(|(head, it)| (number(head, it), cost(head, it)))
-            };
-            let mut shares = Shares::new(blocks);
-            let mut first = 0;
-            while first < all_heads {
-                let end = if first < last_group_start { first + together } else { all_heads };
-                let end = end.min(all_heads);
-                let tiles = tiles(first..end).filter(|(_, cost)| *cost >= held_back);
-                shares.give_longest_first(tiles.collect());
-                first = end;
-            }
-            let held = tiles(0..all_heads).filter(|(_, cost)| *cost < held_back);
-            shares.give_longest_first(held.collect());
-            shares
-        };
-        let pairs_of_head = row_tiles.div_ceil(2);
-        let pairs = pairs_of_head as u64 * all_heads;
-        let pair = |pair: u64| {
-            let head = pair / pairs_of_head as u64;
-            let short = (pair % pairs_of_head as u64) as u32;
-            let long = row_tiles - 1 - short;
-            // With an odd number of tiles, the middle one is alone.
-            let both = [Some(long), (short != long).then_some(short)];
-            both.into_iter().flatten().map(move |it| (number(head, it), cost(head, it)))
-        };
-        let shares = if !even || row_tiles >= forward.longest_first_from() {
-            let last_group_start = last_group_start(all_heads, row_tiles, blocks, cost);
-            let mut ways = vec![(last_group_start, 0)];
-            if seen.is_none() {
-                ways.insert(0, (all_heads, 0));
-            }
-            if seen.is_none() && !even {
-                let costs = (0..row_tiles).map(|it| cost(0, it)).collect::<Vec<_>>();
-                ways.extend(few_shorter(&costs).map(|held_back| (last_group_start, held_back)));
-            }
-            Shares::best(ways.into_iter().map(|(last, held_back)| longest_first(last, held_back)))
+        let blocks = u64::from(processors).min(count).max(1) as u32;
+        let even = tiles.have_even_pairs();
+        let shares = if even && tiles.row_tiles < forward.longest_first_from() {
+            tiles.in_pairs(blocks)
         } else {
-            let waves = pairs / blocks as u64;
-            let kept = waves.saturating_sub(WAVES_TRIED);
-            let in_turn = |shares: &mut Shares, pairs: Range<u64>| {
-                for (at, (number, cost)) in pairs.flat_map(|it| pair(it).map(move |of| (it, of))) {
-                    shares.give_to((at % blocks as u64) as usize, number, cost);
-                }
-            };
-            let mut common = Shares::new(blocks);
-            in_turn(&mut common, 0..kept * blocks as u64);
-            let ways = (kept..=waves).rev().map(|waves| {
-                let mut shares = common.clone();
-                in_turn(&mut shares, kept * blocks as u64..waves * blocks as u64);
-                let rest = (waves * blocks as u64..pairs).flat_map(&pair);
-                shares.give_longest_first(rest.collect());
-                shares
-            });
-            Shares::best(ways)
+            tiles.longest_first(blocks, even)
         };
-        let shares = shares.expect("there is one way at least");
-        let lists = shares.lists;
         let mut words: Vec<u32> = Vec::new();
         let mut start = blocks;
-        for list in &lists {
+        for list in &shares.lists {
             words.push(start);
             start += list.len() as u32 + 1;
         }
-        for list in lists {
+        for list in shares.lists {
             words.extend(list);
             words.push(TileLists::END);
         }
@@ -176,18 +104,154 @@ impl TileLists {
         forward: &Forward,
         window: &Window,
         lengths: [u32; 2],
-        [heads, key_heads, batch]: [u32; 3],
+        heads: [u32; 3],
         processors: u32,
         cache_bytes: u64,
     ) -> [u32; 2] {
+        let tiles = Tiles::new(forward, window, None, lengths, heads, processors, cache_bytes);
+        [tiles.together, tiles.last_group_start(processors)].map(|it| it as u32)
+    }
+}
+
+/// The tiles of a problem, and what they cost.
+struct Tiles<'a> {
+    forward: &'a Forward,
+    window: &'a Window,
+    seen: Option<&'a BlockCounts>,
+    lengths: [u32; 2],
+    /// Tiles of a head.
+    row_tiles: u32,
+    /// Query heads over all sequences.
+    heads: u64,
+    /// Heads whose tiles are distributed together.
+    together: u64,
+}
+
+impl<'a> Tiles<'a> {
+    fn new(
+        forward: &'a Forward,
+        window: &'a Window,
+        seen: Option<&'a BlockCounts>,
+        lengths: [u32; 2],
+        [heads, key_heads, batch]: [u32; 3],
+        processors: u32,
+        cache_bytes: u64,
+    ) -> Self {
         let row_tiles = lengths[0].div_ceil(forward.query_rows());
         let group_size = u64::from((heads / key_heads.max(1)).max(1));
-        let cost = |_, row_tile| forward.key_blocks(window, row_tile, lengths) * BLOCK + OVERHEAD;
-        let last =
-            last_group_start(u64::from(heads) * u64::from(batch), row_tiles, processors, cost);
         let together =
             forward.heads_together(row_tiles, lengths[1], group_size, processors, cache_bytes);
-        [together, last].map(|it| it as u32)
+        let heads = u64::from(heads) * u64::from(batch);
+        Tiles { forward, window, seen, lengths, row_tiles, heads, together }
+    }
+
+    fn cost(&self, head: u64, row_tile: u32) -> u64 {
+        match self.seen {
+            None => self.forward.key_blocks(self.window, row_tile, self.lengths) * BLOCK + OVERHEAD,
+            Some(seen) => seen.of_head(head)[row_tile as usize].cost(),
+        }
+    }
+
+    fn costs(&self, head: u64) -> Vec<u64> {
+        (0..self.row_tiles).map(|row_tile| self.cost(head, row_tile)).collect()
+    }
+
+    /// Returns a tile's number and cost.
+    fn tile(&self, head: u64, row_tile: u32) -> (u32, u64) {
+        let number = (head * u64::from(self.row_tiles)) as u32 + row_tile;
+        (number, self.cost(head, row_tile))
+    }
+
+    /// Returns whether the pairs of every head are the same work. Of the named masks only the
+    /// causal one has even pairs; those of a mask function may be even too.
+    fn have_even_pairs(&self) -> bool {
+        match self.seen {
+            None => !self.forward.rules.mask.is_window(),
+            Some(_) => (0..self.heads).all(|head| pairs_are_even(&self.costs(head))),
+        }
+    }
+
+    /// Returns the first head of the last group, which is larger than the others so that it has
+    /// enough short tiles to balance its longest ones. With a mask function, tiles differ by more
+    /// than the heads of a normal group can balance.
+    fn last_group_start(&self, blocks: u32) -> u64 {
+        let longest = (0..self.heads).flat_map(|head| self.costs(head)).max().unwrap_or(0);
+        let mut left = LAST_GROUP_TILES * longest * u64::from(blocks);
+        let fits = |head: &u64| {
+            left = left.saturating_sub(self.costs(*head).iter().sum());
+            left > 0
+        };
+        self.heads - (0..self.heads).rev().take_while(fits).count() as u64
+    }
+
+    /// Distributes the tiles longest first, in the best of a few ways.
+    fn longest_first(&self, blocks: u32, even: bool) -> Shares {
+        let last_group_start = self.last_group_start(blocks);
+        let mut ways = vec![(last_group_start, 0)];
+        if self.seen.is_none() {
+            ways.insert(0, (self.heads, 0));
+            if !even {
+                let costs = self.costs(0);
+                ways.extend(few_shorter(&costs).map(|held_back| (last_group_start, held_back)));
+            }
+        }
+        let in_groups = |(last, held_back)| self.in_groups(blocks, last, held_back);
+        Shares::best(ways.into_iter().map(in_groups))
+    }
+
+    /// Distributes the tiles group of heads after group, in each longest first. The heads from
+    /// `last_group_start` on are one group. Tiles that cost less than `held_back` are distributed
+    /// last, those of all heads together.
+    fn in_groups(&self, blocks: u32, last_group_start: u64, held_back: u64) -> Shares {
+        let tiles = |heads: Range<u64>| {
+            let row_tiles = (0..self.row_tiles).rev();
+            row_tiles.flat_map(move |it| heads.clone().map(move |head| self.tile(head, it)))
+        };
+        let mut shares = Shares::new(blocks);
+        let mut first = 0;
+        while first < self.heads {
+            let end = if first < last_group_start { first + self.together } else { self.heads };
+            let end = end.min(self.heads);
+            let tiles = tiles(first..end).filter(|(_, cost)| *cost >= held_back);
+            shares.give_longest_first(tiles.collect());
+            first = end;
+        }
+        let held = tiles(0..self.heads).filter(|(_, cost)| *cost < held_back);
+        shares.give_longest_first(held.collect());
+        shares
+    }
+
+    /// Distributes the tiles in pairs, and the last pairs tile by tile: those of the incomplete
+    /// wave, or also of a few waves before it.
+    fn in_pairs(&self, blocks: u32) -> Shares {
+        let (pairs_of_head, of_wave) = (self.row_tiles.div_ceil(2), u64::from(blocks));
+        let pairs = u64::from(pairs_of_head) * self.heads;
+        let pair = |pair: u64| {
+            let head = pair / u64::from(pairs_of_head);
+            let short = (pair % u64::from(pairs_of_head)) as u32;
+            let long = self.row_tiles - 1 - short;
+            // With an odd number of tiles, the middle one is alone.
+            let both = [Some(long), (short != long).then_some(short)];
+            both.into_iter().flatten().map(move |row_tile| self.tile(head, row_tile))
+        };
+        let in_turn = |shares: &mut Shares, pairs: Range<u64>| {
+            for at in pairs {
+                for (number, cost) in pair(at) {
+                    shares.give_to((at % of_wave) as usize, number, cost);
+                }
+            }
+        };
+        let waves = pairs / of_wave;
+        let kept = waves.saturating_sub(WAVES_TRIED);
+        let mut common = Shares::new(blocks);
+        in_turn(&mut common, 0..kept * of_wave);
+        Shares::best((kept..=waves).rev().map(|waves| {
+            let mut shares = common.clone();
+            in_turn(&mut shares, kept * of_wave..waves * of_wave);
+            let rest = (waves * of_wave..pairs).flat_map(&pair);
+            shares.give_longest_first(rest.collect());
+            shares
+        }))
     }
 }
 
@@ -196,25 +260,6 @@ impl BlockCount {
     fn cost(&self) -> u64 {
         u64::from(self.blocks.max(1)) * BLOCK + u64::from(self.evaluated) * EVALUATION + OVERHEAD
     }
-}
-
-/// Returns the first head of the last group, which is larger than the others so that it has enough
-/// short tiles to balance its longest ones. With a mask function, tiles differ by more than the
-/// heads of a normal group can balance.
-fn last_group_start(
-    all_heads: u64,
-    row_tiles: u32,
-    blocks: u32,
-    cost: impl Fn(u64, u32) -> u64,
-) -> u64 {
-    let costs = |head: u64| (0..row_tiles).map(|row_tile| cost(head, row_tile)).collect::<Vec<_>>();
-    let longest = (0..all_heads).flat_map(costs).max().unwrap_or(0);
-    let mut left = LAST_GROUP_TILES * longest * u64::from(blocks);
-    let fits = |head: &u64| {
-        left = left.saturating_sub(costs(*head).iter().sum());
-        left > 0
-    };
-    all_heads - (0..all_heads).rev().take_while(fits).count() as u64
 }
 
 /// Returns cost bounds below which the tiles of a head are a small part of its work. Under a window
@@ -231,12 +276,10 @@ fn few_shorter(costs: &[u64]) -> impl Iterator<Item = u64> {
 
 /// Returns whether tiles grow from the first to the last such that all pairs are the same work, but
 /// for the rounding to whole key blocks.
-fn pairs_are_even(row_tiles: u32, cost: impl Fn(u32) -> u64) -> bool {
-    let grows = (1..row_tiles).all(|row_tile| cost(row_tile - 1) <= cost(row_tile));
-    let pairs = (0..row_tiles / 2).map(|short| cost(short) + cost(row_tiles - 1 - short));
-    let (least, most) =
-        pairs.fold((u64::MAX, 0), |(least, most), it| (least.min(it), most.max(it)));
-    grows && most <= least.saturating_add(BLOCK + EVALUATION)
+fn pairs_are_even(costs: &[u64]) -> bool {
+    let pairs = || (0..costs.len() / 2).map(|short| costs[short] + costs[costs.len() - 1 - short]);
+    let (least, most) = (pairs().min().unwrap_or(u64::MAX), pairs().max().unwrap_or(0));
+    costs.is_sorted() && most <= least.saturating_add(BLOCK + EVALUATION)
 }
 
 /// Thread blocks and the tiles they have been given.
@@ -261,10 +304,10 @@ impl Shares {
     /// Returns the first of several distributions, unless the largest load of another one is
     /// clearly smaller. Distributions that should have been 0.7 % faster were measured 0.5 % slower
     /// and 0.2 % faster; those that should have been 1 % faster or more were 0.6 to 1.5 % faster.
-    fn best(mut ways: impl Iterator<Item = Shares>) -> Option<Shares> {
-        let first = ways.next()?;
+    fn best(mut ways: impl Iterator<Item = Shares>) -> Shares {
+        let first = ways.next().expect("there is one way at least");
         let best = ways.min_by_key(Shares::most);
-        best.filter(|best| best.most() * 125 < first.most() * 124).or(Some(first))
+        best.filter(|best| best.most() * 125 < first.most() * 124).unwrap_or(first)
     }
 
     /// Returns the load of the busiest thread block.

@@ -59,7 +59,7 @@ pub use tuned::{
 
 use ptx::{
     Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
-    Swizzle, Target, TensorMap, TileLayout, U32,
+    Swizzle, Target, TensorBox, TensorMap, TileLayout, U32,
 };
 
 use crate::attention::function::lower::Functions;
@@ -68,9 +68,9 @@ use crate::attention::{MaskKind, Rules};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
-use crate::{Error, build};
+use crate::{Error, build, first_fault, is_16_bit};
 use consumer::Consumers;
-use epilogue::Epilogue;
+use epilogue::Results;
 pub(crate) use partials::PARTIAL_STEP;
 use partials::Partials;
 use static_scheduler::StaticScheduler;
@@ -181,6 +181,16 @@ struct Maps {
 }
 
 impl Maps {
+    /// Declares the tensor maps, with the TMA boxes of queries, keys, values and output.
+    fn parameters(k: &mut Builder, [queries, keys, values, output]: [TensorBox; 4]) -> Self {
+        Maps {
+            queries: Tensor::Query.map(k, queries),
+            keys: Tensor::Key.map(k, keys),
+            values: Tensor::Value.map(k, values),
+            output: Tensor::Output.map(k, output),
+        }
+    }
+
     /// Brings the tensor maps into the cache of the copy engine: the first loads and the first store
     /// of a thread block need not wait for them.
     fn prefetch(&self, k: &mut Builder) {
@@ -264,13 +274,13 @@ impl Forward {
     }
 
     /// Returns the layout of a transposed value tile: one row for each value column.
-    pub fn transposed_layout(&self) -> TileLayout {
+    fn transposed_layout(&self) -> TileLayout {
         TileLayout::widest(self.element, self.value_head_dim, self.key_block)
     }
 
     /// Returns the layout of the staging tile through which one warpgroup stores its output: as
     /// many columns as fit into shared memory beside the inputs.
-    pub fn output_layout(&self) -> TileLayout {
+    fn output_layout(&self) -> TileLayout {
         let columns = self.value_head_dim.next_multiple_of(64);
         let fits = |columns: &u32| {
             let layout = self.staged(*columns);
@@ -380,25 +390,32 @@ impl Forward {
 
     fn build(&self, probed: bool) -> Result<Program, Error> {
         let name = if probed { self.name() + "_probed" } else { self.name() };
-        self.build_with(name, |k| self.write(k, probed))
+        self.build_with(name, self.fault(), |k| self.write(k, probed))
     }
 
-    /// Checks this configuration and builds the kernel whose body `write` emits.
-    fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
-        let block = || (Target::SM_90A, 128 * (self.warpgroups + 1), 1);
-        build(name, self.fault(), block, write)
+    /// Builds a kernel with these tiles, whose body `write` emits.
+    fn build_with(
+        &self,
+        name: String,
+        fault: Option<&str>,
+        write: impl FnOnce(&mut Builder),
+    ) -> Result<Program, Error> {
+        let builder = |name| {
+            let threads = 128 * (self.warpgroups + 1);
+            Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1)
+        };
+        build(name, fault, builder, write)
     }
 
     /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        let sixteen_bits = |element| matches!(element, Element::F16 | Element::BF16);
         let fp8 = self.element == Element::E4M3;
         let least = if fp8 { 16 } else { 8 };
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(least);
-        let faults = [
-            (!fp8 && !sixteen_bits(self.element), "the element is not f16, bf16 or e4m3"),
+        first_fault([
+            (!fp8 && !is_16_bit(self.element), "the element is not f16, bf16 or e4m3"),
             (
-                !sixteen_bits(self.output) || !fp8 && self.output != self.element,
+                !is_16_bit(self.output) || !fp8 && self.output != self.element,
                 "the output is neither of the inputs' element nor rounded from 8-bit ones",
             ),
             (
@@ -423,17 +440,13 @@ impl Forward {
                 self.stream_k && (fp8 || self.is_uneven()),
                 "keys are shared out with 16-bit inputs and without a mask only",
             ),
-        ];
-        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+        ])
     }
 
     fn write(&self, k: &mut Builder, probed: bool) {
-        let maps = Maps {
-            queries: Tensor::Query.map(k, self.query_layout().tensor_box(4)),
-            keys: Tensor::Key.map(k, self.key_layout().tensor_box(4)),
-            values: Tensor::Value.map(k, self.value_layout().tensor_box(4)),
-            output: Tensor::Output.map(k, self.output_layout().tensor_box(4)),
-        };
+        let tiles =
+            [self.query_layout(), self.key_layout(), self.value_layout(), self.output_layout()];
+        let maps = Maps::parameters(k, tiles.map(|tile| tile.tensor_box(4)));
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);
@@ -467,7 +480,7 @@ impl Forward {
                     tiles: &schedule,
                     scores,
                     functions,
-                    epilogue: Epilogue { output: maps.output, lse, partials },
+                    results: Results { output: maps.output, lse, partials },
                     probe,
                     index_from_one_lane: self.index_from_one_lane(),
                 };

@@ -12,16 +12,13 @@
 //! written their partial tiles before they wait for anyone, so there is no deadlock. It resets the
 //! flags to zero.
 
-use ptx::{
-    Accumulator, Builder, Expression, F32, GlobalAddress, Reg, Scope, StoreHint, StoreOrder, U32,
-    U64,
-};
+use ptx::{Accumulator, Builder, Expression, F32, GlobalAddress, Reg, StoreHint, U32, U64};
 
 use super::Forward;
-use super::epilogue::Output;
+use super::epilogue::Staging;
 use super::softmax::Softmax;
 use super::stream_k::PartWord;
-use crate::exchange::{L2_ONLY, poll};
+use crate::exchange::{L2_ONLY, poll, reset, store_release};
 use crate::parameter::Workspace;
 
 /// Nanoseconds between two polls of a flag: far less than a poll takes.
@@ -42,7 +39,7 @@ pub(super) struct Partials {
 /// A partial tile as a warpgroup holds it: its [`PartWord`], and the thread's registers.
 pub(super) struct Part<'a> {
     pub(super) word: Reg<U32>,
-    pub(super) staging: &'a Output,
+    pub(super) staging: &'a Staging,
     pub(super) softmax: &'a Softmax,
     pub(super) output: &'a Accumulator,
 }
@@ -73,9 +70,7 @@ impl Partials {
         staging.sync_warpgroup(k);
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
-            let there = k.eval::<U32>(1);
-            let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..Default::default() };
-            k.store_vector(flag, &[there], hint);
+            store_release(k, flag, 1);
         });
     }
 
@@ -107,19 +102,17 @@ impl Partials {
     }
 
     /// Waits, with all threads of the warpgroup, for the flag of a partial tile, and resets it.
-    fn wait(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) {
+    fn wait(&self, k: &mut Builder, staging: &Staging, number: Reg<U32>) {
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
             poll(k, flag, SLEEP, |there| there.differs(0));
-            let none = k.eval::<U32>(0);
-            let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };
-            k.store_vector(flag, &[none], hint);
+            reset(k, flag);
         });
         staging.sync_warpgroup(k);
     }
 
     /// Returns the index of this warpgroup's share of the partial tile at a place.
-    fn number(&self, k: &mut Builder, staging: &Output, place: Reg<U32>) -> Reg<U32> {
+    fn number(&self, k: &mut Builder, staging: &Staging, place: Reg<U32>) -> Reg<U32> {
         k.eval(place * self.warpgroups + staging.index)
     }
 
@@ -128,7 +121,7 @@ impl Partials {
     }
 
     /// Returns the address of the thread's first numbers of a partial tile.
-    fn address(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) -> Reg<GlobalAddress> {
+    fn address(&self, k: &mut Builder, staging: &Staging, number: Reg<U32>) -> Reg<GlobalAddress> {
         let first = k.eval(self.parts + number.convert::<U64>() * u64::from(self.bytes));
         k.eval(first + (staging.thread * 16).convert::<U64>())
     }

@@ -21,15 +21,17 @@ use ptx::{
 };
 
 use super::consumer::{self, Consumers};
-use super::dynamic_scheduler::{Batch, DynamicScheduler, WorkSlots};
-use super::epilogue::Epilogue;
+use super::dynamic_scheduler::{
+    Batch, DynamicConsumer, DynamicProducer, DynamicScheduler, WorkSlots,
+};
+use super::epilogue::Results;
 use super::{Forward, Maps, producer};
-use crate::Error;
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::Tensor;
 use crate::product::Source;
+use crate::{Error, first_fault};
 
 /// The extent of the dimension `inside` of a tensor map of slices.
 pub const SLICE_EXTENT: u32 = 1 << 30;
@@ -151,20 +153,22 @@ impl Prefill {
         rules.caps_last() && !self.tile.is_fp8() && has_registers && may_see_all
     }
 
-    /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.
+    /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
-        if self.tile.rules.mask == MaskKind::Causal {
-            return Some("the mask of a ragged batch is a window, or none");
-        }
         let divides = |rows: u32| {
             rows > 0 && rows.is_multiple_of(8) && self.tile.key_block.is_multiple_of(rows)
         };
-        match self.page_rows {
-            Some(rows) if !divides(rows) => {
-                Some("the rows of a copy are no multiple of 8 that divides the key block")
-            }
-            _ => None,
-        }
+        let fault = first_fault([
+            (
+                self.tile.rules.mask == MaskKind::Causal,
+                "the mask of a ragged batch is a window, or none",
+            ),
+            (
+                self.page_rows.is_some_and(|rows| !divides(rows)),
+                "the rows of a copy are no multiple of 8 that divides the key block",
+            ),
+        ]);
+        fault.or_else(|| self.tile.fault())
     }
 
     /// Builds the kernel.
@@ -187,20 +191,11 @@ impl Prefill {
     /// | `QueryDescale`, `KeyDescale`, `ValueDescale` | with 8-bit inputs: addresses, with batch and head strides |
     /// | `BlockTable`, `PageColumns`, `Entries`, `PageSize`, `Key rows of an entry` | with pages; `PageSize` is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        if let Some(fault) = self.fault() {
-            return Err(Error::configuration(self.name(), fault));
-        }
-        self.tile.build_with(self.name(), |k| self.write(k))
+        self.tile.build_with(self.name(), self.fault(), |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {
-        let [queries, keys, values, output] = self.boxes();
-        let maps = Maps {
-            queries: Tensor::Query.map(k, queries),
-            keys: Tensor::Key.map(k, keys),
-            values: Tensor::Value.map(k, values),
-            output: Tensor::Output.map(k, output),
-        };
+        let maps = Maps::parameters(k, self.boxes());
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let scores = self.tile.score_rule(k, self.takes_capped_exponents());
         let batch = Batch::parameters(k, self, scores.scale_log2);
@@ -223,18 +218,18 @@ impl Prefill {
             &shared,
             self.register_budgets(),
             |k| {
-                let claims = scheduler.producer(k);
+                let claims = DynamicProducer::new(k, &scheduler);
                 producer::produce(k, &self.tile, &shared, &maps, &claims);
             },
             |k| {
-                let posted = scheduler.consumer(k);
+                let posted = DynamicConsumer::new(k, &scheduler);
                 let given = Consumers {
                     forward: &self.tile,
                     shared: &shared,
                     tiles: &posted,
                     scores,
                     functions,
-                    epilogue: Epilogue { output: maps.output, lse, partials: None },
+                    results: Results { output: maps.output, lse, partials: None },
                     probe: None,
                     index_from_one_lane: self.index_from_one_lane(),
                 };

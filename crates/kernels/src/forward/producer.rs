@@ -46,8 +46,9 @@ pub(super) fn produce<T: ProducerScheduler>(
     let held = tiles.hold(k, &tile);
     let begin = |k: &mut Builder, tile: &T::Tile| {
         let last = k.eval(tiles.last_block(tile));
-        let last_row = row(k, tiles.rows(tile), last);
-        tiles.load(k, &keys, tiles.rows(tile), last_row);
+        let rows = tiles.rows(tile);
+        let last_row = row(k, &rows, last);
+        tiles.load(k, &keys, &rows, last_row);
         tiles.load_queries(k, &queries, tile);
     };
     k.if_(tiles.has_tile(&tile), |k| begin(k, &tile));

@@ -5,7 +5,7 @@ use ptx::{Accumulator, Builder, Expression, Reg, S32, U32, Value};
 use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
-use crate::attention::function::blocks::{block_of, needs_function};
+use crate::attention::function::lists::{block_of, needs_function};
 use crate::attention::function::lower::{FunctionRegisters, Functions, ScoreCoordinates};
 use crate::attention::scores::{CappedExponents, ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};

@@ -9,7 +9,7 @@
 //! blocks, because a mask is a function, a *place* in the walk is an index into that list;
 //! otherwise it is the number of the key block itself.
 
-use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, Pred, Reg, S32, Scalar, U32, U64, Value};
 
 use super::producer::Loader;
 use super::walk::WholeWalk;
@@ -38,14 +38,13 @@ pub(super) trait TileScheduler {
 
 /// The producer's side of a tile scheduler.
 pub(super) trait ProducerScheduler: TileScheduler {
-    /// Registers that say where the keys and values of a tile lie.
+    /// Registers that say where the keys and values of a tile lie, and its first key block.
     type Rows;
 
-    /// Returns where the keys and values of `tile` lie.
-    fn rows<'a>(&self, tile: &'a Self::Tile) -> &'a Self::Rows;
+    /// Returns these registers of `tile`.
+    fn rows(&self, tile: &Self::Tile) -> Self::Rows;
 
-    /// Copies where a tile's keys and values lie, and its first key block, to new registers, which
-    /// stay valid when the scheduler goes on to the next tile.
+    /// Copies them to new registers, which stay valid when the scheduler goes on to the next tile.
     fn hold(&self, k: &mut Builder, tile: &Self::Tile) -> Self::Rows;
 
     /// Overwrites the registers from [`hold`](ProducerScheduler::hold) with those of `tile`.
@@ -76,12 +75,14 @@ pub(super) trait ProducerScheduler: TileScheduler {
 
 /// The consumers' side of a tile scheduler.
 pub(super) trait ConsumerScheduler: TileScheduler {
-    /// Registers of the tile that is being computed: what masking and storing it need when the
-    /// scheduler has already gone on to the next tile.
+    /// Registers of the tile that is being computed: what masking and storing it need.
     type Current;
 
-    /// Copies what is needed of `tile` to new registers.
-    fn current(&self, k: &mut Builder, tile: &Self::Tile) -> Self::Current;
+    /// Returns these registers of `tile`.
+    fn registers<'a>(&self, tile: &'a Self::Tile) -> &'a Self::Current;
+
+    /// Copies them to new registers, which stay valid when the scheduler goes on to the next tile.
+    fn hold(&self, k: &mut Builder, tile: &Self::Tile) -> Self::Current;
 
     /// Ends the current tile and makes `tile` the current one.
     fn take(&self, k: &mut Builder, current: &Self::Current, tile: &Self::Tile);
@@ -90,14 +91,10 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// `group` sees ([`Walks`](super::walk::Walks)).
     fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
 
-    /// Returns the range of all key blocks of the current tile, where warpgroups may skip some
-    /// of them. It is recomputed at each call, a few times per tile, because that costs less than
-    /// the registers to keep it.
+    /// Returns the range of all key blocks of a tile, where warpgroups may skip some of them. It is
+    /// recomputed at each call, a few times per tile, because that costs less than the registers to
+    /// keep it.
     fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
-
-    /// Returns the range of all key blocks, like [`whole_walk`](ConsumerScheduler::whole_walk), of
-    /// a tile that is not yet the current one.
-    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Self::Tile) -> Option<WholeWalk>;
 
     /// Returns whether the block at a place is the tile's first key block, the last one to be
     /// walked.
@@ -161,6 +158,23 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 
     /// Returns the attention sink of the tile's head, in units of log2.
     fn sink(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;
+}
+
+/// Returns the first block of a walk: block 0 where there is no register for it.
+pub(super) fn first_block(first: Option<Reg<U32>>) -> Value<U32> {
+    first.map_or_else(|| 0.into(), Into::into)
+}
+
+/// Sets registers, of which a kernel may have none, to others.
+#[track_caller]
+pub(super) fn set_each<T: Scalar>(
+    k: &mut Builder,
+    registers: impl IntoIterator<Item = Reg<T>>,
+    values: impl IntoIterator<Item = Reg<T>>,
+) {
+    for (register, value) in registers.into_iter().zip(values) {
+        k.set(register, value);
+    }
 }
 
 /// Where a tile's rows are: sequence lengths, first row and query head.

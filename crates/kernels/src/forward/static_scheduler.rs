@@ -13,12 +13,14 @@
 use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
 use super::producer::Loader;
-use super::scheduler::{ConsumerScheduler, ProducerScheduler, TileCoordinates, TileScheduler};
+use super::scheduler::{
+    ConsumerScheduler, ProducerScheduler, TileCoordinates, TileScheduler, first_block, set_each,
+};
 use super::stream_k::PartWord;
 use super::walk::{TileBlocks, Walks, WholeWalk};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
-use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
+use crate::attention::function::lists::{BlockList, BlockLists, block_of, count, entry};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
@@ -74,27 +76,18 @@ pub(super) struct Tile {
     number: Reg<U32>,
     /// With lists, the place of the next entry, and that entry.
     ahead: Option<(Next, Reg<U32>)>,
-    first_row: Reg<U32>,
-    head: Reg<U32>,
-    rows: Rows,
+    key_head: Reg<U32>,
     /// One past the last key block that some row of the tile sees; at least 1, so that a tile whose
     /// rows see nothing is stored too. With a list of key blocks, the number of its entries.
     blocks: Reg<U32>,
-    /// The first key block that some row does not see whole; it and later ones need the mask.
-    first_masked: Reg<U32>,
-    /// With a window, the first key block that the window's left edge cuts for no row; blocks
-    /// before it need the mask too.
-    whole_from: Option<Reg<U32>>,
-    /// With stream-K, whether the tile is stored or left as a partial tile ([`PartWord`]).
-    part: Option<Reg<U32>>,
+    current: Current,
 }
 
 /// Where a tile's keys and values are.
 pub(super) struct Rows {
     key_head: Reg<U32>,
     batch: Reg<U32>,
-    /// The first key block, with a window or with stream-K; with a list of key blocks, its first
-    /// place, 0.
+    /// See [`Current`].
     first_block: Option<Reg<U32>>,
     list: Option<BlockList>,
 }
@@ -102,14 +95,29 @@ pub(super) struct Rows {
 /// What is still needed of the tile being computed when `Tile` has already gone on to the next.
 pub(super) struct Current {
     first_row: Reg<U32>,
+    /// The first key block that some row does not see whole; it and later ones need the mask.
     first_masked: Reg<U32>,
     head: Reg<U32>,
     batch: Reg<U32>,
+    /// The first key block, with a window or with stream-K; with a list of key blocks, its first
+    /// place, 0.
     first_block: Option<Reg<U32>>,
-    /// With a window, the first key block that the window's left edge cuts for no row.
+    /// With a window, the first key block that the window's left edge cuts for no row; blocks
+    /// before it need the mask too.
     whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
+    /// With stream-K, whether the tile is stored or left as a partial tile ([`PartWord`]).
     part: Option<Reg<U32>>,
+}
+
+impl Current {
+    /// Returns all registers but the list.
+    fn words(&self) -> impl Iterator<Item = Reg<U32>> {
+        let Current { first_row, first_masked, head, batch, first_block, whole_from, part, .. } =
+            *self;
+        let optional = [first_block, whole_from, part].into_iter().flatten();
+        [first_row, first_masked, head, batch].into_iter().chain(optional)
+    }
 }
 
 impl StaticScheduler {
@@ -154,15 +162,16 @@ impl StaticScheduler {
         let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
         let (batch, head) = self.heads.divide(k, head_and_batch);
         let (key_head, _) = self.group.divide(k, head);
-        k.set(tile.rows.batch, batch);
-        k.set(tile.head, head);
-        k.set(tile.rows.key_head, key_head);
-        k.set(tile.first_row, row_tile * self.query_rows);
+        let current = &tile.current;
+        k.set(current.batch, batch);
+        k.set(current.head, head);
+        k.set(tile.key_head, key_head);
+        k.set(current.first_row, row_tile * self.query_rows);
         self.find_blocks(k, tile);
         if let Some(end) = end {
             k.set(tile.blocks, tile.blocks.minimum(end));
         }
-        if let (Some(lists), Some(list)) = (&self.lists, tile.rows.list) {
+        if let (Some(lists), Some(list)) = (&self.lists, current.list) {
             // After the last tile there is no list to read.
             k.if_(self.has_tile(tile), |k| {
                 let found = lists.of(k, [batch, head, row_tile]);
@@ -170,7 +179,7 @@ impl StaticScheduler {
                 let blocks = count(k, list);
                 k.set(tile.blocks, blocks.maximum(1));
             });
-            if let Some(first) = tile.rows.first_block {
+            if let Some(first) = current.first_block {
                 k.set(first, 0u32);
             }
         }
@@ -181,7 +190,7 @@ impl StaticScheduler {
     /// For a whole tile that is `u32::MAX`.
     fn find_part(&self, k: &mut Builder, tile: &Tile) -> Option<Reg<U32>> {
         let (Order::Listed(lists), Some(first), Some(part)) =
-            (&self.order, tile.rows.first_block, tile.part)
+            (&self.order, tile.current.first_block, tile.current.part)
         else {
             return None;
         };
@@ -193,9 +202,7 @@ impl StaticScheduler {
             let word = tile.number - TileLists::PART;
             let at = k.eval(*lists + word.convert::<U64>() * 4);
             let words = k.load_vector::<U32, _, 4>(at, Default::default());
-            for (register, word) in [tile.number, first, end, part].into_iter().zip(words) {
-                k.set(register, word);
-            }
+            set_each(k, [tile.number, first, end, part], words);
         });
         Some(end)
     }
@@ -210,23 +217,15 @@ impl StaticScheduler {
         }
     }
 
-    /// Computes the range of all key blocks of the tile that begins at `first_row`.
-    fn whole_walk_from(&self, k: &mut Builder, first_row: Reg<U32>) -> WholeWalk {
-        let first = self.visibility.is_window().then(|| k.register());
-        let end = k.register();
-        let blocks = Blocks { size: self.key_block, least: 1, first, end };
-        self.visibility.find_blocks(k, &self.rows_from(first_row), blocks);
-        WholeWalk { first, last: k.eval(end - 1) }
-    }
-
     /// Computes which key blocks the tile needs, and which of them need the mask.
     fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
-        let rows = self.rows_from(tile.first_row);
-        let first = tile.rows.first_block;
-        let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
+        let Current { first_row, first_block, first_masked, whole_from, .. } = tile.current;
+        let blocks =
+            Blocks { size: self.key_block, least: 1, first: first_block, end: tile.blocks };
+        let rows = self.rows_from(first_row);
         let Masked { from, before } = self.visibility.find_blocks(k, &rows, blocks);
-        k.set(tile.first_masked, from);
-        if let (Some(whole_from), Some(before)) = (tile.whole_from, before) {
+        k.set(first_masked, from);
+        if let (Some(whole_from), Some(before)) = (whole_from, before) {
             k.set(whole_from, before);
         }
     }
@@ -277,22 +276,15 @@ impl TileScheduler for StaticScheduler {
                 (number, Some((next, entry)))
             }
         };
-        let tile = Tile {
-            number,
-            ahead,
-            first_row: k.register(),
-            head: k.register(),
-            rows: Rows {
-                key_head: k.register(),
-                batch: k.register(),
-                first_block: self.begins_later().then(|| k.register()),
-                list: self.lists.map(|lists| k.variable(lists.address())),
-            },
-            blocks: k.register(),
-            first_masked: k.register(),
-            whole_from: self.visibility.is_window().then(|| k.register()),
-            part: self.stream_k.then(|| k.register()),
-        };
+        let [first_row, head, key_head, batch] = [(); 4].map(|()| k.register());
+        let first_block = self.begins_later().then(|| k.register());
+        let list = self.lists.map(|lists| k.variable(lists.address()));
+        let [blocks, first_masked] = [(); 2].map(|()| k.register());
+        let whole_from = self.visibility.is_window().then(|| k.register());
+        let part = self.stream_k.then(|| k.register());
+        let current =
+            Current { first_row, first_masked, head, batch, first_block, whole_from, list, part };
+        let tile = Tile { number, ahead, key_head, blocks, current };
         self.locate(k, &tile);
         tile
     }
@@ -329,12 +321,13 @@ impl TileScheduler for StaticScheduler {
 impl ProducerScheduler for StaticScheduler {
     type Rows = Rows;
 
-    fn rows<'a>(&self, tile: &'a Tile) -> &'a Rows {
-        &tile.rows
+    fn rows(&self, tile: &Tile) -> Rows {
+        let Current { batch, first_block, list, .. } = tile.current;
+        Rows { key_head: tile.key_head, batch, first_block, list }
     }
 
     fn hold(&self, k: &mut Builder, tile: &Tile) -> Rows {
-        let Rows { key_head, batch, first_block, list } = tile.rows;
+        let Rows { key_head, batch, first_block, list } = self.rows(tile);
         Rows {
             key_head: k.variable(key_head),
             batch: k.variable(batch),
@@ -350,18 +343,14 @@ impl ProducerScheduler for StaticScheduler {
     }
 
     fn take(&self, k: &mut Builder, held: &Rows, tile: &Tile) {
-        k.set(held.key_head, tile.rows.key_head);
-        k.set(held.batch, tile.rows.batch);
-        if let (Some(held), Some(new)) = (held.first_block, tile.rows.first_block) {
-            k.set(held, new);
-        }
-        if let (Some(held), Some(new)) = (held.list, tile.rows.list) {
-            k.set(held, new);
-        }
+        let new = self.rows(tile);
+        set_each(k, [held.key_head, held.batch], [new.key_head, new.batch]);
+        set_each(k, held.first_block, new.first_block);
+        set_each(k, held.list, new.list);
     }
 
     fn is_first_block(&self, held: &Rows, block: Reg<U32>) -> Value<Pred> {
-        held.first_block.map_or_else(|| block.equals(0), |first| block.equals(first))
+        block.equals(first_block(held.first_block))
     }
 
     fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
@@ -369,7 +358,8 @@ impl ProducerScheduler for StaticScheduler {
     }
 
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Tile) {
-        loader.load(k, &corner(tile.first_row, tile.head, tile.rows.batch));
+        let Current { first_row, head, batch, .. } = tile.current;
+        loader.load(k, &corner(first_row, head, batch));
     }
 
     fn finish(&self, _: &mut Builder) {}
@@ -378,57 +368,50 @@ impl ProducerScheduler for StaticScheduler {
 impl ConsumerScheduler for StaticScheduler {
     type Current = Current;
 
-    fn current(&self, k: &mut Builder, tile: &Tile) -> Current {
+    fn registers<'a>(&self, tile: &'a Tile) -> &'a Current {
+        &tile.current
+    }
+
+    fn hold(&self, k: &mut Builder, tile: &Tile) -> Current {
+        let new = &tile.current;
         Current {
-            first_row: k.variable(tile.first_row),
-            first_masked: k.variable(tile.first_masked),
-            head: k.variable(tile.head),
-            batch: k.variable(tile.rows.batch),
-            first_block: tile.rows.first_block.map(|first| k.variable(first)),
-            whole_from: tile.whole_from.map(|whole_from| k.variable(whole_from)),
-            list: tile.rows.list.map(|list| k.variable(list)),
-            part: tile.part.map(|part| k.variable(part)),
+            first_row: k.variable(new.first_row),
+            first_masked: k.variable(new.first_masked),
+            head: k.variable(new.head),
+            batch: k.variable(new.batch),
+            first_block: new.first_block.map(|first| k.variable(first)),
+            whole_from: new.whole_from.map(|whole_from| k.variable(whole_from)),
+            list: new.list.map(|list| k.variable(list)),
+            part: new.part.map(|part| k.variable(part)),
         }
     }
 
     fn take(&self, k: &mut Builder, current: &Current, tile: &Tile) {
-        k.set(current.first_row, tile.first_row);
-        k.set(current.first_masked, tile.first_masked);
-        k.set(current.head, tile.head);
-        k.set(current.batch, tile.rows.batch);
-        for (held, new) in [
-            (current.first_block, tile.rows.first_block),
-            (current.whole_from, tile.whole_from),
-            (current.part, tile.part),
-        ] {
-            if let (Some(held), Some(new)) = (held, new) {
-                k.set(held, new);
-            }
-        }
-        if let (Some(held), Some(new)) = (current.list, tile.rows.list) {
-            k.set(held, new);
-        }
+        set_each(k, current.words(), tile.current.words());
+        set_each(k, current.list, tile.current.list);
     }
 
     fn narrow(&self, k: &mut Builder, tile: &Tile, group: Reg<U32>) {
         let Some(walks) = &self.walks else { return };
         let lengths = [self.query_length, self.key_length];
-        let rows = Walks::rows_of(k, group, tile.first_row, lengths);
+        let Current { first_row, first_block, first_masked, whole_from, .. } = tile.current;
+        let rows = Walks::rows_of(k, group, first_row, lengths);
         let blocks = TileBlocks {
-            first: tile.rows.first_block,
+            first: first_block,
             end: tile.blocks,
-            masked_from: tile.first_masked,
-            whole_from: tile.whole_from,
+            masked_from: first_masked,
+            whole_from,
         };
         walks.narrow(k, &self.visibility, &rows, &blocks);
     }
 
     fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
-        self.walks.map(|_| self.whole_walk_from(k, current.first_row))
-    }
-
-    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Tile) -> Option<WholeWalk> {
-        self.walks.map(|_| self.whole_walk_from(k, tile.first_row))
+        self.walks?;
+        let first = self.visibility.is_window().then(|| k.register());
+        let end = k.register();
+        let blocks = Blocks { size: self.key_block, least: 1, first, end };
+        self.visibility.find_blocks(k, &self.rows_from(current.first_row), blocks);
+        Some(WholeWalk { first, last: k.eval(end - 1) })
     }
 
     fn entry(
@@ -441,7 +424,7 @@ impl ConsumerScheduler for StaticScheduler {
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
-        current.first_block.map_or_else(|| block.equals(0), |first| block.equals(first))
+        block.equals(first_block(current.first_block))
     }
 
     fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {

@@ -1,11 +1,14 @@
 //! A consumer warpgroup: its share of shared memory, its end of the pipelines, the products `Q K^T`
-//! and `P V`, and its turn at the tensor cores (ping-pong).
+//! and `P V`, and its turn at the tensor cores (ping-pong). What ends a phase of the loop stamps it
+//! ([`Probe`]).
 
 use ptx::{
     Accumulate, Accumulator, Builder, Consumer, Expression, Fence, Fragment, InFlight, MatrixA,
     Pred, PreparedProduct, Reg, Select, SharedTile, U32, Value,
 };
 
+use super::consumer::Consumers;
+use super::probe::{Phase, Probe};
 use super::{Forward, Shared, barrier};
 use crate::product::Source;
 
@@ -28,7 +31,8 @@ pub(super) struct Warpgroup<'a> {
     one_query_buffer: bool,
     keys: Consumer,
     values: Consumer,
-    pub(super) ping_pong: PingPong,
+    ping_pong: PingPong,
+    pub(super) probe: Probe,
     /// Whether the operands of products are computed before the turn instead of during it. With
     /// three warpgroups another one is always waiting for the turn, and this gains 1.3 % on an
     /// H200; with two it costs 2 %.
@@ -39,15 +43,11 @@ impl<'a> Warpgroup<'a> {
     /// Sets up the warpgroup of the calling thread. With `index_from_one_lane`, its index is
     /// broadcast from lane 0: the assembler then knows that it is warp-uniform and keeps the
     /// descriptor addresses of products in uniform registers from the start.
-    pub(super) fn new(
-        k: &mut Builder,
-        forward: &Forward,
-        shared: &'a Shared,
-        index_from_one_lane: bool,
-    ) -> Self {
+    pub(super) fn new<T>(k: &mut Builder, given: &Consumers<'a, T>) -> Self {
+        let Consumers { forward, shared, .. } = *given;
         let thread = k.thread_index();
         let mut index = k.eval(thread / 128 - 1);
-        if index_from_one_lane {
+        if given.index_from_one_lane {
             index = k.shuffle_index(index, 0);
         }
         let thread = k.eval(thread % 128);
@@ -68,6 +68,7 @@ impl<'a> Warpgroup<'a> {
                 .map_or(&shared.value_pipeline, |transposed| &transposed.pipeline)
                 .consumer(k),
             ping_pong: PingPong::new(k, forward, index),
+            probe: Probe::new(k, given.probe, forward.warpgroups, index, thread),
             prepares: forward.warpgroups == 3,
         }
     }
@@ -83,6 +84,7 @@ impl<'a> Warpgroup<'a> {
             k.fence(Fence::ProxyAsyncShared);
             self.queries.release(k, self.leader);
         }
+        self.probe.stamp(k, Phase::Queries);
     }
 
     /// Releases the tile's queries after its last scores.
@@ -115,18 +117,23 @@ impl<'a> Warpgroup<'a> {
 
     pub(super) fn wait_for_keys(&self, k: &mut Builder) {
         self.keys.wait(k);
+        self.probe.stamp(k, Phase::WaitForKeys);
     }
 
+    /// Releases the keys, when the scores have landed.
     pub(super) fn release_keys(&self, k: &mut Builder) {
         self.keys.release(k, self.leader);
+        self.probe.stamp(k, Phase::Scores);
     }
 
     pub(super) fn wait_for_values(&self, k: &mut Builder) {
         self.values.wait(k);
     }
 
+    /// Releases the values, when the update of the output has landed.
     pub(super) fn release_values(&self, k: &mut Builder) {
         self.values.release(k, self.leader);
+        self.probe.stamp(k, Phase::Update);
     }
 
     /// Waits for and releases the keys of a key block without using them.
@@ -139,8 +146,25 @@ impl<'a> Warpgroup<'a> {
         skip(k, &self.values, self.leader);
     }
 
+    /// Waits for this warpgroup's turn at the tensor cores.
+    pub(super) fn take_turn(&self, k: &mut Builder) {
+        self.ping_pong.take(k);
+        self.probe.stamp(k, Phase::Turn);
+    }
+
+    /// Passes the turn on to the next warpgroup.
+    pub(super) fn pass_turn(&self, k: &mut Builder) {
+        self.ping_pong.pass(k);
+    }
+
+    /// Waits for this warpgroup's turn and passes it on without issuing products.
+    pub(super) fn skip_turn(&self, k: &mut Builder) {
+        self.ping_pong.take(k);
+        self.ping_pong.pass(k);
+    }
+
     /// Returns the operands of `Q K^T` for the current stage of keys.
-    pub(super) fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
+    fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
         let queries = match &self.query_fragment {
             Some(fragment) => fragment.into(),
             None => self.query_rows(k).matrix().into(),
@@ -166,7 +190,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Returns V of the current stage of values, as the second operand of `P V`.
-    pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
+    fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
         self.shared.values.at(k, self.values.stage()).matrix()
     }
 
@@ -206,7 +230,7 @@ fn skip(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
 
 /// Turns at the tensor cores: each warpgroup has a named barrier at which it waits and at which the
 /// warpgroup before it arrives.
-pub(super) struct PingPong {
+struct PingPong {
     /// The barriers of this warpgroup and of the next one; `None` where there are no turns.
     mine: Option<(Reg<U32>, Reg<U32>)>,
 }
@@ -224,21 +248,13 @@ impl PingPong {
         PingPong { mine: Some((own, next)) }
     }
 
-    /// Waits for this warpgroup's turn.
-    pub(super) fn take(&self, k: &mut Builder) {
+    fn take(&self, k: &mut Builder) {
         if let Some((own, _)) = self.mine {
             k.barrier_sync(own, 256);
         }
     }
 
-    /// Waits for this warpgroup's turn and passes it on without issuing products.
-    pub(super) fn skip(&self, k: &mut Builder) {
-        self.take(k);
-        self.pass(k);
-    }
-
-    /// Passes the turn on to the next warpgroup.
-    pub(super) fn pass(&self, k: &mut Builder) {
+    fn pass(&self, k: &mut Builder) {
         if let Some((_, next)) = self.mine {
             k.barrier_arrive(next, 256);
         }

@@ -32,14 +32,15 @@ mod tuned;
 mod walk;
 mod work_tile;
 
-pub use backward::{BackwardMma, every_tuned_backward, tuned_backward};
+pub(crate) use backward::every_tuned_backward;
+pub use backward::{BackwardMma, tuned_backward};
 pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
 
 use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, TileRing};
 
 use crate::attention::{Batch, Rules};
 use crate::product::Source;
-use crate::{Error, build};
+use crate::{Error, build, is_16_bit};
 use copies::{Blocks, KeyBlocks};
 use ragged::Ragged;
 use rule::RuleParameters;
@@ -160,7 +161,7 @@ impl Mma {
         if !(self.target.has(Capability::Mma) && self.target.has(Capability::AsyncCopies)) {
             return Some("the target has no mma.sync on 16-bit floats or no cp.async");
         }
-        if !matches!(self.element, Element::F16 | Element::BF16) {
+        if !is_16_bit(self.element) {
             return Some("the element is not f16 or bf16");
         }
         for dim in [self.head_dim, self.value_head_dim] {
@@ -237,8 +238,11 @@ impl Mma {
     /// | `Key batch stride`, `Value batch stride` | from page to page, with a page table |
     /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with a page table; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        let block = || (self.target, self.threads(), self.residents);
-        build(self.name(), self.fault(), block, |k| self.write(k))
+        let builder = |name| {
+            Builder::new(name, self.target, self.threads())
+                .blocks_per_multiprocessor(self.residents)
+        };
+        build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -9,6 +9,7 @@ use ptx::{Element, Target};
 
 use super::Mma;
 use crate::attention::{Batch, Rules};
+use crate::fits_shared_memory;
 pub use crate::forward::Workload;
 use crate::product::Source;
 
@@ -172,9 +173,7 @@ impl TileRule {
 impl Mma {
     /// Returns whether shared memory holds as many thread blocks as are to be resident.
     fn fits(&self) -> bool {
-        // CUDA reserves 1 KB of the multiprocessor's shared memory for each thread block.
-        let each = self.shared_bytes() + 1024;
-        each * self.residents <= self.target.shared_memory_limit() + 1024
+        fits_shared_memory(self.target, self.shared_bytes(), self.residents)
     }
 
     /// Returns over how many thread blocks the keys of a tile should be split: as many as fill the

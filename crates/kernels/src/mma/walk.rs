@@ -15,7 +15,7 @@ use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
 use super::work_tile::{WarpBlocks, WorkTile};
 use super::{AHEAD, Mma};
-use crate::attention::function::blocks::{block_of, needs_function};
+use crate::attention::function::lists::{block_of, needs_function};
 
 /// The state of one warp.
 pub(super) struct Warp<'a> {

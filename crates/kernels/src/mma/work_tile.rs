@@ -15,7 +15,7 @@ use super::Mma;
 use super::copies::Pages;
 use super::ragged::RaggedResults;
 use crate::attention::MaskKind;
-use crate::attention::function::blocks::{self, BlockList, BlockLists};
+use crate::attention::function::lists::{self, BlockList, BlockLists};
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
@@ -186,7 +186,7 @@ impl KeyBlockRange {
 
     /// Returns the key blocks of a list.
     fn listed(k: &mut Builder, list: BlockList) -> Self {
-        KeyBlockRange { first: k.eval(0), count: blocks::count(k, list), list: Some(list) }
+        KeyBlockRange { first: k.eval(0), count: lists::count(k, list), list: Some(list) }
     }
 
     /// Returns the split `index` of these blocks, with `length` blocks to a split.
@@ -208,7 +208,7 @@ impl WorkTile {
     pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
         // With none left this is the entry before the first, or the list's first: in bounds.
         let list = self.key_blocks.list?;
-        Some(blocks::entry(k, list, (self.key_blocks.first + remaining).maximum(1) - 1))
+        Some(lists::entry(k, list, (self.key_blocks.first + remaining).maximum(1) - 1))
     }
 
     /// Returns the first key of the block that is walked when `remaining` are left, itself
@@ -222,7 +222,7 @@ impl WorkTile {
         let remaining = remaining.into();
         match self.entry(k, remaining.clone()) {
             None => (self.key_blocks.first + remaining - 1) * mma.key_block,
-            Some(entry) => blocks::block_of(entry) * mma.key_block,
+            Some(entry) => lists::block_of(entry) * mma.key_block,
         }
     }
 

@@ -12,6 +12,7 @@
 //! | --- | --- |
 //! | `call` | attention calls of any kernel over any storage |
 //! | `backward` | the gradients of attention |
+//! | `companion` | the main kernels beside which those of a backward pass run |
 //! | `ragged` | ragged batches and their placement in memory |
 //! | `kernel` | what a kernel is built for, and the smallest call that exercises it |
 //! | `sequencer`, `append`, `combine`, `widen` | the kernels that run besides attention |
@@ -25,6 +26,7 @@ mod backward;
 mod banks;
 mod call;
 mod combine;
+mod companion;
 mod kernel;
 mod matrix;
 mod ragged;
@@ -42,6 +44,7 @@ use ptx::{Element, Int8, Program};
 pub use append::AppendSize;
 pub(crate) use call::of_sequences;
 pub use call::{Call, KeyMagnitudes};
+use companion::main_kernel;
 use kernel::Kernel;
 pub use ragged::{PlacementKind, Ragged};
 pub use sweep::{MAX_SEEDS, Outcome, schedules};
@@ -230,17 +233,17 @@ impl Scene {
             }
             // The companion kernels of the backward pass run in their place before or after it.
             Configuration::RowSums(it) => {
-                let before = it.before().unwrap_or(*kernel);
-                let call = Call::for_companion(before, it.sums.query_block as usize + 5);
+                let call =
+                    Call::for_companion(main_kernel(kernel), it.sums.query_block as usize + 5);
                 call.with_lse_gradient(it.lse_gradient).scene_of(backward_launch(it.batch, 0))
             }
             Configuration::Rounding(it) => {
-                let after = it.after().unwrap_or(*kernel);
-                let call = Call::for_companion(after, it.sums.query_block as usize + 5);
+                let call =
+                    Call::for_companion(main_kernel(kernel), it.sums.query_block as usize + 5);
                 call.scene_of(backward_launch(it.batch, 2))
             }
             Configuration::SinkGradients(it) => {
-                let call = Call::small(it.after().unwrap_or(*kernel));
+                let call = Call::small(main_kernel(kernel));
                 call.with_lse_gradient(it.lse_gradient).scene_of(backward_launch(it.batch, 3))
             }
             attention => Call::small(*attention).scene(),

@@ -4,12 +4,14 @@
 //! Tiles of equal cost may come in any order, but a scene expects one: only batches without equal
 //! costs are certain to pass.
 
+use std::cmp::Reverse;
+
 use flashcore::plan::Source;
 use flashcore::{Mask, Problem};
 use kernels::backward::tuned_backward;
 use kernels::forward::every_prefill;
 use kernels::parameter::Workspace;
-use kernels::sequencer::{Slice, Tiles};
+use kernels::sequencer::{CHUNK as TOGETHER, Tiles};
 use kernels::{
     Backward, Batch, Configuration, Forward, MaskKind, Prefill, Rules, Sequencer, Window,
 };
@@ -63,7 +65,7 @@ impl Scene {
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
         let (right, chunk) = (right as i32, (chunk > 0).then_some(chunk as u32));
         let window = Window { right, chunk, ..Window::CAUSAL };
-        let words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
+        let words = schedule(tile_rows, &window, &slices(ragged)?);
         Scene::first_launch(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
     }
 
@@ -74,7 +76,7 @@ impl Scene {
             .map(|it| Backward { batch: Batch::Ragged, shares, ..it })
             .ok_or_else(|| SceneError::Size("no backward pass is tuned".to_owned()))?;
         let call = Call::ragged(Configuration::Backward(backward), ragged.clone(), [1, 1]);
-        let words = Sequencer::key_schedule(backward.key_block(), shares, &slices(ragged)?);
+        let words = key_schedule(backward.key_block(), shares, &slices(ragged)?);
         Scene::first_launch(sequencer, call, words, format!("{ragged}, tiles of keys"))
     }
 
@@ -102,6 +104,67 @@ impl Scene {
         let results = vec![Expected::within(0.0, "schedule", schedule, Element::F32, exact)];
         Ok(Scene::single_launch(step, memory, results, size))
     }
+}
+
+/// Where the rows of a sequence are; the words of a record after the sequence and the first row.
+struct Slice {
+    query_start: u32,
+    queries: u32,
+    key_start: u32,
+    keys: u32,
+    output_start: u32,
+    lse_start: u32,
+}
+
+impl Slice {
+    /// Returns the record of the tile that begins at `first_row`.
+    fn record(&self, sequence: u32, first_row: u32) -> [u32; 8] {
+        let Slice { query_start, queries, key_start, keys, output_start, lse_start } = *self;
+        [sequence, first_row, query_start, queries, key_start, keys, output_start, lse_start]
+    }
+}
+
+/// Returns the schedule of tiles of `tile_rows` queries that see keys through a window, in 32-bit words.
+fn schedule(tile_rows: u32, window: &Window, sequences: &[Slice]) -> Vec<u32> {
+    let mut records: Vec<[u32; 8]> = Vec::new();
+    for (chunk, sequences) in (0..).zip(sequences.chunks(TOGETHER as usize)) {
+        let top = sequences.iter().map(|slice| slice.keys).max().unwrap_or(0);
+        let mut tiles = Vec::new();
+        for (index, slice) in (chunk * TOGETHER..).zip(sequences) {
+            let Slice { queries, keys, .. } = *slice;
+            for first_row in (0..queries).step_by(tile_rows as usize) {
+                let offset = i64::from(keys) - i64::from(queries);
+                let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
+                let seen = window.tile_keys(i64::from(first_row) + offset, last, keys);
+                let bin = seen.len() as u32 / (top / TOGETHER + 1);
+                tiles.push((bin, slice.record(index, first_row)));
+            }
+        }
+        tiles.sort_by_key(|(bin, _)| Reverse(*bin));
+        records.extend(tiles.into_iter().map(|(_, record)| record));
+    }
+    with_header(&records)
+}
+
+/// Returns the schedule of tiles of `tile_rows` keys; `or_queries` as in [`Tiles::KeysOrQueries`].
+fn key_schedule(tile_rows: u32, or_queries: bool, sequences: &[Slice]) -> Vec<u32> {
+    let mut records: Vec<[u32; 8]> = Vec::new();
+    for (chunk, sequences) in (0..).zip(sequences.chunks(TOGETHER as usize)) {
+        let top = sequences.iter().map(|slice| slice.queries).max().unwrap_or(0);
+        let mut order: Vec<(u32, &Slice)> = (chunk * TOGETHER..).zip(sequences).collect();
+        order.sort_by_key(|(_, slice)| Reverse(slice.queries / (top / TOGETHER + 1)));
+        for (index, slice) in order {
+            let least = if or_queries { slice.queries.min(1) } else { 0 };
+            let first_rows = (0..slice.keys.max(least)).step_by(tile_rows as usize);
+            records.extend(first_rows.map(|first_row| slice.record(index, first_row)));
+        }
+    }
+    with_header(&records)
+}
+
+/// Returns a schedule of these records, with none claimed.
+fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
+    [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
 }
 
 /// Returns where the queries and keys of each sequence are, with one head and not in pages.

@@ -19,6 +19,7 @@
 //! | `cap` | extraction of the part of a score function that caps scores |
 //! | `pattern` | block-sparse patterns that the caller has |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
+//! | `lists` | the lists of such blocks inside a kernel |
 //! | `scale` | score functions that only add, applied before the scale |
 //! | `lower` | a function inside a kernel, over a thread's scores |
 //! | `probabilities` | a score function in the backward pass |
@@ -37,10 +38,11 @@
 //! | float to integer | rounds towards zero and saturates; NaN is zero |
 //! | a load outside of its tensor | is zero, whichever index is outside |
 
-pub(crate) mod blocks;
+pub(crate) mod lists;
 pub(crate) mod lower;
 pub mod rules;
 
+mod blocks;
 mod cap;
 mod compose;
 mod derivative;

@@ -3,11 +3,13 @@
 
 use ptx::{Builder, Consumer, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
-use super::{Batch, DynamicScheduler, WorkSlots, first_or_none};
+use super::{Batch, DynamicScheduler, WorkSlots, offset};
 use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 use crate::forward::prefill::slice_corner;
-use crate::forward::scheduler::{ConsumerScheduler, TileCoordinates, TileScheduler};
+use crate::forward::scheduler::{
+    ConsumerScheduler, TileCoordinates, TileScheduler, first_block, set_each,
+};
 use crate::forward::walk::{TileBlocks, Walks, WholeWalk};
 
 /// The consumers' side of the dynamic scheduler.
@@ -37,7 +39,7 @@ pub(in crate::forward) struct Current {
 }
 
 impl<'a> DynamicConsumer<'a> {
-    pub(super) fn new(k: &mut Builder, scheduler: &DynamicScheduler<'a>) -> Self {
+    pub(in crate::forward) fn new(k: &mut Builder, scheduler: &DynamicScheduler<'a>) -> Self {
         let DynamicScheduler { prefill, slots, batch } = *scheduler;
         let lane = k.lane();
         DynamicConsumer {
@@ -71,17 +73,13 @@ impl TileScheduler for DynamicConsumer<'_> {
         k.set(current.slot, slot);
         match current.window {
             Some([first_block, whole_from]) => {
-                let words = self.slots.read(k, current.slot, 0);
-                let registers = [*blocks, first_block, current.masked_from, whole_from];
-                for (register, word) in registers.into_iter().zip(words) {
-                    k.set(register, word);
-                }
+                let words = self.slots.read_four(k, current.slot, offset::BLOCKS);
+                set_each(k, [*blocks, first_block, current.masked_from, whole_from], words);
             }
             None => {
                 let slot = self.slots.slot(k, current.slot);
-                let words = [k.load::<U32, _>(slot), k.load(slot + 8)];
-                k.set(*blocks, words[0]);
-                k.set(current.masked_from, words[1]);
+                let words = [k.load::<U32, _>(slot), k.load(slot + offset::MASKED)];
+                set_each(k, [*blocks, current.masked_from], words);
             }
         }
         self.reads.advance(k);
@@ -99,7 +97,11 @@ impl TileScheduler for DynamicConsumer<'_> {
 impl ConsumerScheduler for DynamicConsumer<'_> {
     type Current = Current;
 
-    fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
+    fn registers<'t>(&self, tile: &'t WorkTile) -> &'t Current {
+        &tile.current
+    }
+
+    fn hold(&self, k: &mut Builder, tile: &WorkTile) -> Current {
         let Current { slot, masked_from, window } = tile.current;
         Current {
             slot: k.variable(slot),
@@ -110,20 +112,18 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
 
     fn take(&self, k: &mut Builder, current: &Current, tile: &WorkTile) {
         self.reads.release_stage(k, current.slot, self.leader);
-        let new = &tile.current;
-        k.set(current.slot, new.slot);
-        k.set(current.masked_from, new.masked_from);
-        let words = current.window.into_iter().flatten().zip(new.window.into_iter().flatten());
-        for (word, new) in words {
-            k.set(word, new);
-        }
+        let words = |it: &Current| {
+            [it.slot, it.masked_from].into_iter().chain(it.window.into_iter().flatten())
+        };
+        set_each(k, words(current), words(&tile.current));
     }
 
     fn narrow(&self, k: &mut Builder, tile: &WorkTile, group: Reg<U32>) {
         let Some(walks) = &self.walks else { return };
         let WorkTile { blocks, current } = tile;
         k.if_(self.has_tile(tile), |k| {
-            let [first_row, query_length, key_length, _] = self.slots.read(k, current.slot, 1);
+            let [first_row, query_length, key_length, _] =
+                self.slots.read_four(k, current.slot, offset::ROWS);
             let rows = Walks::rows_of(k, group, first_row, [query_length, key_length]);
             let blocks = TileBlocks {
                 first: current.window.map(|[first, _]| first),
@@ -143,12 +143,8 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         })
     }
 
-    fn whole_walk_ahead(&self, k: &mut Builder, tile: &WorkTile) -> Option<WholeWalk> {
-        self.whole_walk(k, &tile.current)
-    }
-
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
-        block.equals(first_or_none(current.window.map(|[first_block, _]| first_block)))
+        block.equals(first_block(current.window.map(|[first, _]| first)))
     }
 
     fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
@@ -160,13 +156,13 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     }
 
     fn coordinates(&self, k: &mut Builder, current: &Current) -> TileCoordinates {
-        let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
+        let [first_row, query_length, key_length, head] =
+            self.slots.read_four(k, current.slot, offset::ROWS);
         TileCoordinates { first_row, query_length, key_length, head }
     }
 
     fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
-        let slot = self.slots.slot(k, current.slot);
-        k.load::<U32, _>(slot + 56)
+        self.slots.read(k, current.slot, offset::SEQUENCE)
     }
 
     fn visibility(&self) -> &Visibility {
@@ -179,8 +175,7 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         current: &Current,
         coordinates: &TileCoordinates,
     ) -> Value<U64> {
-        let slot = self.slots.slot(k, current.slot);
-        let start = k.load::<U32, _>(slot + 36);
+        let start = self.slots.read::<U32>(k, current.slot, offset::LSE_START);
         coordinates.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
             + start.convert::<U64>()
     }
@@ -192,24 +187,22 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         coordinates: &TileCoordinates,
         row: Reg<U32>,
     ) -> Vec<Value<S32>> {
-        let slot = self.slots.slot(k, current.slot);
-        let end = k.load::<U32, _>(slot + 32);
+        let end = self.slots.read(k, current.slot, offset::OUTPUT_END);
         slice_corner(k, row, coordinates.query_length, end, coordinates.head)[1..].to_vec()
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
-        self.batch.slopes.as_ref().map(|_| self.slots.read_float(k, current.slot, 10))
+        self.batch.slopes.as_ref().map(|_| self.slots.read(k, current.slot, offset::SLOPE))
     }
 
     fn descale(&self, k: &mut Builder, current: &Current, product: Product) -> Reg<F32> {
-        match (&self.batch.descales, product) {
-            (None, _) => k.eval(1.0),
-            (Some(_), Product::Scores) => self.slots.read_float(k, current.slot, 12),
-            (Some(_), Product::Output) => self.slots.read_float(k, current.slot, 13),
+        match self.batch.descales {
+            None => k.eval(1.0),
+            Some(_) => self.slots.read(k, current.slot, offset::DESCALES[product as usize]),
         }
     }
 
     fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
-        self.batch.sinks.as_ref().map(|_| self.slots.read_float(k, current.slot, 11))
+        self.batch.sinks.as_ref().map(|_| self.slots.read(k, current.slot, offset::SINK))
     }
 }

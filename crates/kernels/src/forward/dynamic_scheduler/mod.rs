@@ -18,10 +18,10 @@
 mod consumer;
 mod producer;
 
-use ptx::{Builder, F32, GlobalAddress, Pipeline, Reg, SharedAddress, U32, Value};
+use ptx::{Builder, F32, GlobalAddress, Pipeline, Reg, Scalar, SharedAddress, U32};
 
-use self::consumer::DynamicConsumer;
-use self::producer::DynamicProducer;
+pub(super) use self::consumer::DynamicConsumer;
+pub(super) use self::producer::DynamicProducer;
 use super::prefill::Prefill;
 use crate::attention::descale::Descales;
 use crate::attention::rows::Sinks;
@@ -39,31 +39,35 @@ pub(super) struct DynamicScheduler<'a> {
     pub(super) batch: &'a Batch,
 }
 
-impl<'a> DynamicScheduler<'a> {
-    /// Returns the producer's side, which claims tiles and posts them.
-    pub(super) fn producer(&self, k: &mut Builder) -> DynamicProducer<'a> {
-        DynamicProducer::new(k, self)
-    }
-
-    /// Returns the consumers' side, which reads the posted tiles.
-    pub(super) fn consumer(&self, k: &mut Builder) -> DynamicConsumer<'a> {
-        DynamicConsumer::new(k, self)
-    }
-}
-
 /// The number of slots, that is of tiles posted but not yet done: the one being computed, the next
 /// one, whose first scores may have been started, one ahead of these, and one to spare.
 const SLOTS: u32 = 4;
-/// The bytes of a slot, 16 words in four quarters:
-///
-/// - words 0 to 3: the end (exclusive) of the tile's key blocks, 0 if there are no more tiles; the
-///   first key block; the block from which masking is needed on the right; the block before which
-///   it is needed on the left;
-/// - words 4 to 7: the first query row, the query length, the key length and the query head;
-/// - words 8 to 11: the end of the sequence's output rows, the start of its LSEs, the ALiBi slope
-///   and the sink;
-/// - words 12 to 14: the descale factors of scores and outputs, and the sequence.
+/// The bytes of a slot.
 const SLOT_BYTES: u32 = 64;
+
+/// The byte offsets in a slot, of one or more words each.
+mod offset {
+    /// The end (exclusive) of the tile's key blocks, 0 if there are no more tiles, and the first key
+    /// block.
+    pub(super) const BLOCKS: u32 = 0;
+    /// The block from which masking is needed on the right, and the block before which it is needed
+    /// on the left.
+    pub(super) const MASKED: u32 = 8;
+    /// The first query row, the query length, the key length and the query head.
+    pub(super) const ROWS: u32 = 16;
+    /// The end of the sequence's output rows.
+    pub(super) const OUTPUT_END: u32 = 32;
+    /// The start of the sequence's log-sum-exps.
+    pub(super) const LSE_START: u32 = 36;
+    /// The ALiBi slope.
+    pub(super) const SLOPE: u32 = 40;
+    /// The sink.
+    pub(super) const SINK: u32 = 44;
+    /// The descale factors of scores and of outputs.
+    pub(super) const DESCALES: [u32; 2] = [48, 52];
+    /// The sequence.
+    pub(super) const SEQUENCE: u32 = 56;
+}
 
 /// The slots in shared memory through which the producer hands tiles to the consumers, and a buffer
 /// for the record of the producer's next tile and its head. The record is copied there
@@ -89,13 +93,19 @@ impl WorkSlots {
         k.eval(base + slot * SLOT_BYTES)
     }
 
-    /// Loads one quarter of a slot.
-    fn read(&self, k: &mut Builder, slot: Reg<U32>, quarter: u32) -> [Reg<U32>; 4] {
+    /// Loads four words of a slot.
+    fn read_four(&self, k: &mut Builder, slot: Reg<U32>, byte: u32) -> [Reg<U32>; 4] {
         let slot = self.slot(k, slot);
-        k.load_vector(slot + 16 * quarter, Default::default())
+        k.load_vector(slot + byte, Default::default())
     }
 
-    /// Writes the first quarter of a slot: the end of the key blocks and the block from which
+    /// Loads one word of a slot.
+    fn read<T: Scalar>(&self, k: &mut Builder, slot: Reg<U32>, byte: u32) -> Reg<T> {
+        let slot = self.slot(k, slot);
+        k.load(slot + byte)
+    }
+
+    /// Writes the first four words of a slot: the end of the key blocks and the block from which
     /// masking is needed, and with a window also the first block and the block before which masking
     /// is needed. Without a window the latter two are never read and not written: a vector store
     /// takes four consecutive registers, more than the producer of three consumer warpgroups has
@@ -113,7 +123,7 @@ impl WorkSlots {
             }
             None => {
                 k.store(slot, blocks);
-                k.store(slot + 8, masked_from);
+                k.store(slot + offset::MASKED, masked_from);
             }
         }
     }
@@ -137,12 +147,6 @@ impl WorkSlots {
     fn record_head(&self, k: &mut Builder) -> Reg<U32> {
         let record = k.shared_address(self.record);
         k.load(record + RECORD_BYTES)
-    }
-
-    /// Loads one word of a slot as a float.
-    fn read_float(&self, k: &mut Builder, slot: Reg<U32>, word: u32) -> Reg<F32> {
-        let slot = self.slot(k, slot);
-        k.load(slot + 4 * word)
     }
 }
 
@@ -228,9 +232,4 @@ impl Batch {
             tiles,
         }
     }
-}
-
-/// Returns the first key block of a tile: block 0 without a window, where `first_block` is `None`.
-fn first_or_none(first_block: Option<Reg<U32>>) -> Value<U32> {
-    first_block.map_or_else(|| 0.into(), Into::into)
 }

@@ -8,13 +8,13 @@ use ptx::{
     Builder, Expression, Pred, Producer, Reg, S32, Scope, Select, SharedAddress, U32, U64, Value,
 };
 
-use super::{Batch, DynamicScheduler, Pages, TileList, Tiles, WorkSlots, first_or_none};
+use super::{Batch, DynamicScheduler, Pages, TileList, Tiles, WorkSlots, offset};
 use crate::attention::descale::Product;
 use crate::attention::sequences::page_of;
 use crate::attention::visibility::{Blocks, Masked, RowTile};
 use crate::forward::prefill::{copied_rows, slice_corner};
 use crate::forward::producer::Loader;
-use crate::forward::scheduler::{ProducerScheduler, TileScheduler};
+use crate::forward::scheduler::{ProducerScheduler, TileScheduler, first_block, set_each};
 use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE};
 
 /// The next tile is claimed this many key blocks before the last one to be loaded of the current
@@ -59,6 +59,7 @@ pub(in crate::forward) struct Claimed {
 }
 
 /// Where a tile's keys and values lie.
+#[derive(Clone, Copy)]
 pub(in crate::forward) struct Rows {
     /// The tile's first key block; only with a window.
     first_block: Option<Reg<U32>>,
@@ -67,6 +68,7 @@ pub(in crate::forward) struct Rows {
     place: RowsPlace,
 }
 
+#[derive(Clone, Copy)]
 enum RowsPlace {
     /// Consecutive rows of the tensor that end before row `end`.
     Slice { end: Reg<U32> },
@@ -75,7 +77,7 @@ enum RowsPlace {
 }
 
 impl<'a> DynamicProducer<'a> {
-    pub(super) fn new(k: &mut Builder, scheduler: &DynamicScheduler<'a>) -> Self {
+    pub(in crate::forward) fn new(k: &mut Builder, scheduler: &DynamicScheduler<'a>) -> Self {
         let DynamicScheduler { prefill, slots, batch } = *scheduler;
         let (records, claims) = match batch.tiles {
             Tiles::Single { tiles, .. } => (tiles, None),
@@ -179,25 +181,25 @@ impl<'a> DynamicProducer<'a> {
         }
         WorkSlots::write_blocks(k, slot, [tile.blocks, masked_from], window);
         let rows = [first_row, query_length, key_length, head];
-        k.store_vector(slot + 16, &rows, Default::default());
+        k.store_vector(slot + offset::ROWS, &rows, Default::default());
         let output_end = k.eval(output_start + query_length);
-        k.store_vector(slot + 32, &[output_end, lse_start], Default::default());
+        k.store_vector(slot + offset::OUTPUT_END, &[output_end, lse_start], Default::default());
         if let Some(slopes) = &self.batch.slopes {
             let slope = slopes.unscaled(k, sequence, head, self.batch.scale_log2);
-            k.store(slot + 40, slope);
+            k.store(slot + offset::SLOPE, slope);
         }
         if let Some(sinks) = &self.batch.sinks {
             let sink = sinks.of(k, head);
-            k.store(slot + 44, sink);
+            k.store(slot + offset::SINK, sink);
         }
         if let Some(descales) = &self.batch.descales {
-            for (product, word) in [(Product::Scores, 12), (Product::Output, 13)] {
+            for (product, byte) in Product::ALL.into_iter().zip(offset::DESCALES) {
                 let factor = descales.of(k, product, sequence, key_head);
-                k.store(slot + 4 * word, factor);
+                k.store(slot + byte, factor);
             }
         }
         // Mask and score functions may use the sequence's index.
-        k.store(slot + 56, sequence);
+        k.store(slot + offset::SEQUENCE, sequence);
     }
 }
 
@@ -247,42 +249,35 @@ impl TileScheduler for DynamicProducer<'_> {
 impl ProducerScheduler for DynamicProducer<'_> {
     type Rows = Rows;
 
-    fn rows<'a>(&self, tile: &'a Claimed) -> &'a Rows {
-        &tile.rows
+    fn rows(&self, tile: &Claimed) -> Rows {
+        tile.rows
     }
 
     fn hold(&self, k: &mut Builder, tile: &Claimed) -> Rows {
-        let Rows { first_block, key_length, key_head, place } = &tile.rows;
+        let Rows { first_block, key_length, key_head, place } = tile.rows;
         Rows {
             first_block: first_block.map(|first| k.variable(first)),
-            key_length: k.variable(*key_length),
-            key_head: k.variable(*key_head),
+            key_length: k.variable(key_length),
+            key_head: k.variable(key_head),
             place: match place {
-                RowsPlace::Slice { end } => RowsPlace::Slice { end: k.variable(*end) },
+                RowsPlace::Slice { end } => RowsPlace::Slice { end: k.variable(end) },
                 RowsPlace::Pages { sequence } => {
-                    RowsPlace::Pages { sequence: k.variable(*sequence) }
+                    RowsPlace::Pages { sequence: k.variable(sequence) }
                 }
             },
         }
     }
 
     fn take(&self, k: &mut Builder, held: &Rows, tile: &Claimed) {
-        if let (Some(held), Some(new)) = (held.first_block, tile.rows.first_block) {
-            k.set(held, new);
-        }
-        k.set(held.key_length, tile.rows.key_length);
-        k.set(held.key_head, tile.rows.key_head);
-        match (&held.place, &tile.rows.place) {
-            (RowsPlace::Slice { end: held }, RowsPlace::Slice { end: new })
-            | (RowsPlace::Pages { sequence: held }, RowsPlace::Pages { sequence: new }) => {
-                k.set(*held, *new);
-            }
-            _ => unreachable!("both are of this batch"),
-        }
+        let words = |Rows { first_block, key_length, key_head, place }| {
+            let (RowsPlace::Slice { end: place } | RowsPlace::Pages { sequence: place }) = place;
+            first_block.into_iter().chain([key_length, key_head, place])
+        };
+        set_each(k, words(*held), words(tile.rows));
     }
 
     fn is_first_block(&self, held: &Rows, block: Reg<U32>) -> Value<Pred> {
-        block.equals(first_or_none(held.first_block))
+        block.equals(first_block(held.first_block))
     }
 
     fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
@@ -321,7 +316,7 @@ impl ProducerScheduler for DynamicProducer<'_> {
         let Some(claims) = &self.claims else { return };
         // A tile with fewer key blocks does both at its last block, so that each happens exactly
         // once per tile, the claim first.
-        let first = first_or_none(tile.rows.first_block);
+        let first = first_block(tile.rows.first_block);
         let comes = |blocks: u32| block.equals((first.clone() + blocks).minimum(tile.blocks - 1));
         k.if_(comes(CLAIMED_AT), |k| {
             // The number of tiles claimed before, not counting the first tile of each thread block,

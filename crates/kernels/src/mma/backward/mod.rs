@@ -39,7 +39,8 @@ mod tuned;
 mod walk;
 mod weights;
 
-pub use tuned::{every_tuned_backward, tuned_backward};
+pub(crate) use tuned::every_tuned_backward;
+pub use tuned::tuned_backward;
 
 use ptx::{
     Builder, Capability, Element, Expression, Program, Reg, SharedAddress, Swizzle, Target,
@@ -49,7 +50,7 @@ use ptx::{
 use crate::attention::{Batch, Rules};
 use crate::backward::BackwardPass;
 use crate::backward::tile_scheduler::TileScheduler;
-use crate::{Error, build};
+use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit};
 use tensors::Tensors;
 use weights::WeightRule;
 
@@ -221,24 +222,19 @@ impl BackwardMma {
 
     /// Returns whether shared memory holds as many thread blocks as are to be resident.
     fn fits(&self) -> bool {
-        // CUDA reserves 1 KB of the multiprocessor's shared memory for each thread block.
-        let each = self.shared_bytes() + 1024;
-        each * self.residents <= self.target.shared_memory_limit() + 1024
+        fits_shared_memory(self.target, self.shared_bytes(), self.residents)
     }
 
     /// Returns why this configuration is not supported, or `None` if it is.
     fn fault(&self) -> Option<&'static str> {
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
         let powers = [self.key_tiles, self.key_warps, self.column_warps, self.query_block];
-        let faults = [
+        first_fault([
             (
                 !(self.target.has(Capability::Mma) && self.target.has(Capability::AsyncCopies)),
                 "the target has no mma.sync on 16-bit floats or no cp.async",
             ),
-            (
-                !matches!(self.element, Element::F16 | Element::BF16),
-                "the element is not f16 or bf16",
-            ),
+            (!is_16_bit(self.element), "the element is not f16 or bf16"),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
                 "a head dimension is not a multiple of 8 up to 256",
@@ -279,8 +275,7 @@ impl BackwardMma {
                 "capped scores that go through a function are not differentiated",
             ),
             (!self.fits(), "there is not enough shared memory"),
-        ];
-        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+        ])
     }
 
     /// Builds the kernel.
@@ -301,8 +296,11 @@ impl BackwardMma {
     /// block of each key head and sequence or, over ragged batches, for each record that the
     /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        let block = || (self.target, self.threads(), self.residents);
-        build(self.name(), self.fault(), block, |k| self.write(k))
+        let builder = |name| {
+            Builder::new(name, self.target, self.threads())
+                .blocks_per_multiprocessor(self.residents)
+        };
+        build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 
     fn write(&self, k: &mut Builder) {

@@ -70,7 +70,7 @@ pub fn tuned_backward(
 /// Returns every configuration that [`tuned_backward`] chooses for an element type and rules, at
 /// representative head dimensions. The deterministic mode and ragged batches are included for a
 /// causal mask and for all rules together, at head dimensions 128 and 256.
-pub fn every_tuned_backward(
+pub(crate) fn every_tuned_backward(
     target: Target,
     element: Element,
     rules: Rules,

@@ -15,6 +15,7 @@ mod sequencer;
 
 use kernels::Configuration;
 
+use super::companion::main_kernel;
 use super::{
     AppendSize, Call, KeyMagnitudes, PlacementKind, Ragged, Scene, SceneError, backward_launch,
 };
@@ -48,14 +49,14 @@ impl Scene {
             // Pages that end within a block and at its end; more than one sequence and head.
             Configuration::Widen(it) => cache::widen(it),
             Configuration::RowSums(it) if it.shares.is_some() => {
-                let before = it.before().unwrap_or(*kernel);
+                let before = main_kernel(kernel);
                 let shares = Call::for_shares(before, it.sums.query_block as usize);
                 let shares = shares.map(|call| call.with_lse_gradient(it.lse_gradient));
                 shares.map(|call| call.scene_of(backward_launch(it.batch, 0))).collect()
             }
             // Rows without keys, several sequences and heads.
             Configuration::RowSums(it) if it.lse_gradient => {
-                let before = it.before().unwrap_or(*kernel);
+                let before = main_kernel(kernel);
                 let rows = it.sums.query_block as usize + 3;
                 let calls = [[rows, rows - 8], [1, 9]].map(|it| Call::new(before, 2, it, [4, 2]));
                 let calls = calls.map(|call| call.with_lse_gradient(true));
@@ -63,7 +64,7 @@ impl Scene {
             }
             // Query lengths that end in each round of stores.
             Configuration::Rounding(it) => {
-                let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
+                let (after, ends) = (main_kernel(kernel), (2..64).step_by(4));
                 let ends = ends.map(|queries| Call::for_companion(after, queries));
                 let shares = Call::for_shares(after, it.sums.query_block as usize);
                 let shares = shares.filter(|_| it.shares.is_some());
@@ -72,7 +73,7 @@ impl Scene {
             }
             Configuration::SinkGradients(it) => {
                 // More row blocks than one round takes, of several sequences; rows without keys.
-                let after = it.after().unwrap_or(*kernel);
+                let after = main_kernel(kernel);
                 // Few rows, so that each contributes visibly to the sum; rows for all warps; rows
                 // of a second round.
                 let few = [(1, [1, 1]), (1, [8, 7]), (1, [5, 3]), (1, [6, 3]), (2, [9, 11])];

@@ -4,13 +4,13 @@
 //! bounds does not branch: element 0 of that dimension is loaded and replaced by zero.
 
 use ptx::{
-    BF16x2, Builder, Element, Expression, F16x2, F32, GlobalAddress, LoadHint, Pred, Reg, S32,
-    Select, U32, U64, Value,
+    Builder, Element, Expression, F32, GlobalAddress, LoadHint, Pred, Reg, S32, Select, U32, U64,
+    Value,
 };
 
 use super::Computed;
 use crate::attention::function::node::Stored;
-use crate::element::load_as_f32;
+use crate::element::{load_as_f32, load_pair_as_f32};
 
 /// The launch parameters of a captured tensor; strides are in elements.
 #[derive(Clone)]
@@ -110,12 +110,7 @@ impl ElementAddress {
                 Computed::Bool(k.eval(within & loaded.differs(0)).into())
             }
             floats => {
-                let element = match floats {
-                    Stored::F16 => Element::F16,
-                    Stored::BF16 => Element::BF16,
-                    _ => Element::F32,
-                };
-                let loaded = load_as_f32(k, element, place);
+                let loaded = load_as_f32(k, float_of(floats), place);
                 Computed::Float(k.eval(within.select::<F32>(loaded, 0.0)).into())
             }
         }
@@ -131,20 +126,23 @@ pub(super) fn load_pair(
     column: u32,
 ) -> [Computed; 2] {
     let place = first + column * stored.bytes() as u32;
-    let floats = match stored {
-        Stored::F16 => {
-            let pair = k.load::<F16x2, _>(place);
-            k.unpack(pair)
+    match stored {
+        Stored::F16 | Stored::BF16 | Stored::F32 => {
+            let pair = load_pair_as_f32(k, float_of(stored), place);
+            pair.map(|it| Computed::Float(it.into()))
         }
-        Stored::BF16 => {
-            let pair = k.load::<BF16x2, _>(place);
-            k.unpack(pair)
-        }
-        Stored::F32 => k.load_vector::<F32, _, 2>(place, LoadHint::default()),
         _ => {
             let pair = k.load_vector::<S32, _, 2>(place, LoadHint::default());
-            return pair.map(|it| Computed::Integer(it.into()));
+            pair.map(|it| Computed::Integer(it.into()))
         }
-    };
-    floats.map(|it| Computed::Float(it.into()))
+    }
+}
+
+/// Returns the element of a tensor of floats.
+fn float_of(stored: Stored) -> Element {
+    match stored {
+        Stored::F16 => Element::F16,
+        Stored::BF16 => Element::BF16,
+        _ => Element::F32,
+    }
 }
