@@ -195,11 +195,12 @@ pub(crate) fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
 /// number in what `torch.export` records, is none: there is no memory beside it, and to ask for its value
 /// would make what is recorded one for this number alone.
 fn longest(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
-    let is_symbol = || value.get_type().name().is_ok_and(|name| name == "SymInt");
-    if !value.is_exact_instance_of::<PyInt>() && is_symbol() {
-        return Ok(None);
-    }
-    optional(value, |value| integer(name, value))
+    optional(value, |value| {
+        let plain = value.is_exact_instance_of::<PyInt>();
+        let is_symbol = || value.get_type().name().is_ok_and(|name| name == "SymInt");
+        if !plain && is_symbol() { Ok(None) } else { integer(name, value).map(Some) }
+    })
+    .map(Option::flatten)
 }
 
 /// Reads a 64-bit integer.
