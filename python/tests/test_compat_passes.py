@@ -201,12 +201,9 @@ def test_what_is_not_served_is_refused_by_name():
         forward(q, k, v, 0.5, *rules, False)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
         backward(q, q, k, v, out, lse, None, None, None, 0.5, *rules, False)
-    with pytest.raises(NotImplementedError, match="return_softmax=True is not supported"):
-        forward(q, k, v, 0.0, *rules, True)
     rows, starts = q[0], torch.tensor([0, 5], dtype=torch.int32)
     lists = (starts, starts, 5, 5)
     for name, value in (
-        ("return_softmax", True),
         ("zero_tensors", True),
         ("leftpad_k", starts[:1]),
         ("dropout_p", 0.1),
@@ -217,6 +214,27 @@ def test_what_is_not_served_is_refused_by_name():
             )
     with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
         varlen_backward(rows, rows, rows, rows, rows, lse[0], None, None, None, *lists, 0.5, *rules, False)
+
+
+def test_a_probability_that_drops_nothing():
+    """diffusers passes 1e-30, since early versions returned log-sum-exps with dropout only, and in the place of
+    ``return_softmax`` whether it wants them."""
+    q, k, v, dout = torch.randn(4, 1, 5, 2, 16)
+    rules = (0.25, False, -1, -1, 0.0, None)
+    found, expected = ([torch.empty_like(q) for _ in range(3)] for _ in range(2))
+    out, lse, mask, state = forward(q, k, v, 1e-30, *rules, True)
+    assert mask.shape == (0,)
+    backward(dout, q, k, v, out, lse, *found, 1e-30, *rules, False, state)
+    plain, sums, _, _ = forward(q, k, v, 0.0, *rules, False)
+    backward(dout, q, k, v, plain, sums, *expected, 0.0, *rules, False, state)
+    assert torch.equal(out, plain) and torch.equal(lse, sums)
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    # The largest of which nothing is left, and the next that keeps one in so many.
+    forward(q, k, v, 2.0**-26, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=.* is not supported"):
+        forward(q, k, v, 2.0**-24, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=-1e-30 is not supported"):
+        forward(q, k, v, -1e-30, *rules, False)
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"])
