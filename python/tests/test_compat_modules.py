@@ -69,6 +69,17 @@ def test_modules_say_which_they_are(install):
     assert compat.flash_attn.__name__ == "flashcore.compat.flash_attn" and not hasattr(compat.flash_attn, "__path__")
 
 
+def test_names_that_libraries_import_beside_functions(install):
+    """Each is imported by a library that otherwise does not start, or goes on without FlashAttention."""
+    install("flash_attn", "flash_attn_interface")
+    # Megatron, OLMo; diffusers and ms-swift ask for the package.
+    assert importlib.util.find_spec("flash_attn_3") is not None
+    from flash_attn_3.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
+
+    assert flash_attn_with_kvcache is compat.flash_attn_interface.flash_attn_with_kvcache
+    assert _flash_attn_forward.__module__ == _flash_attn_backward.__module__ == "flashcore.compat._passes_third"
+
+
 def test_other_submodules_of_an_installed_library_are_found(tmp_path):
     for name, text in {
         "__init__.py": "raise RuntimeError('the original was imported')",
