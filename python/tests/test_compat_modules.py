@@ -58,7 +58,7 @@ def test_modules_say_which_they_are(install):
         "flash_attn.ops.triton.rotary", "flash_attn.utils.distributed",
     }  # fmt: skip
     assert {name for name in sys.modules if name.partition(".")[0] == "flash_attn"} == packages | plain
-    for name in packages | plain:
+    for name in packages | plain | {"flash_attn_2_cuda"}:
         module = importlib.import_module(name)
         assert module.__name__ == name and importlib.util.find_spec(name) is module.__spec__
         assert module.__package__ == (name if name in packages else name.rpartition(".")[0])
@@ -72,6 +72,14 @@ def test_modules_say_which_they_are(install):
 def test_names_that_libraries_import_beside_functions(install):
     """Each is imported by a library that otherwise does not start, or goes on without FlashAttention."""
     install("flash_attn", "flash_attn_interface")
+    # TransformerEngine, text-generation-inference.
+    from flash_attn_2_cuda import varlen_bwd, varlen_fwd
+
+    assert varlen_bwd.__module__ == varlen_fwd.__module__ == "flashcore.compat.flash_attn_2_cuda"
+    # unsloth, which takes another library where it is missing.
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    assert flash_attn_gpu.varlen_fwd is varlen_fwd
     # Megatron, OLMo; diffusers and ms-swift ask for the package.
     assert importlib.util.find_spec("flash_attn_3") is not None
     from flash_attn_3.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from conftest import devices
 from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flashcore.compat import _passes, _passes_third, flash_attn_interface
+from flashcore.compat import _passes, _passes_third, flash_attn_2_cuda, flash_attn_interface
 from flashcore.compat import flash_attn as module
 
 forward, backward = _passes._flash_attn_forward, _passes._flash_attn_backward
@@ -310,6 +310,66 @@ def test_the_third_version_over_caches():
         third_forward(3, *pages)
     with pytest.raises(TypeError, match="sequed_k is a <class 'int'>|seqused_k is a <class 'int'>"):
         third_backward(q, q, k, v, q, q[..., 0], sequed_k=3)
+
+
+def test_functions_of_the_extension_are_those_of_the_passes():
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 5, 2, 16)
+    slopes = torch.tensor([0.5, 0.25])
+    rules = (0.25, True, 3, 0, 1.5)
+    out, lse, *_ = forward(q, k, v, 0.0, *rules, slopes, False)
+    into = torch.empty_like(q)
+    for given in (None, into):
+        found = flash_attn_2_cuda.fwd(q, k, v, given, slopes, 0.0, *rules, False, None)
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse) and len(found) == 4
+        assert given is None or found[0] is given
+    expected = [torch.empty_like(q) for _ in range(3)]
+    sums = backward(dout, q, k, v, out, lse, *expected, 0.0, *rules, slopes, True)
+    only = torch.empty_like(q)
+    found = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, only, None, None, slopes, 0.0, *rules, True, None, None)
+    assert found[0] is only and all(torch.equal(*pair) for pair in zip(found, (*expected, sums)))
+
+    rows, starts = [it.flatten(0, 1) for it in (q, k, v, dout)], torch.tensor([0, 3, 10], dtype=torch.int32)
+    lists, longest = (starts, starts), (7, 7)
+    out, lse, *_ = varlen_forward(*rows[:3], *lists, *longest, 0.0, *rules, slopes)
+    into = torch.empty_like(rows[0])
+    none = (None,) * 3
+    for count in ((), (4,)):
+        found = flash_attn_2_cuda.varlen_fwd(
+            *rows[:3], into, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None, *count
+        )
+        assert found[0] is into and torch.equal(into, out) and torch.equal(found[1], lse) and len(found) == 4
+    expected = [torch.empty_like(it) for it in rows[:3]]
+    sums = varlen_backward(rows[3], *rows[:3], out, lse, *expected, *lists, *longest, 0.0, *rules, slopes, True)
+    found = flash_attn_2_cuda.varlen_bwd(
+        rows[3], *rows[:3], out, lse, *none, *lists, slopes, *longest, 0.0, 0.25, False, *rules[1:], True, None, None
+    )
+    assert all(torch.equal(*pair) for pair in zip(found, (*expected, sums)))
+
+    lengths = torch.tensor([2, 4], dtype=torch.int32)
+    caches = [torch.stack((k, v)) for _ in range(2)]
+    new = torch.randn(2, 2, 1, 2, 16)
+    found = flash_attn_2_cuda.fwd_kvcache(
+        q[:, :1], *caches[0], *new, lengths, *(None,) * 5, slopes, None, *rules, True, 0
+    )
+    expected = module.flash_attn_with_kvcache(
+        q[:, :1], *caches[1], *new, cache_seqlens=lengths, softmax_scale=0.25, causal=True, window_size=(3, 0),
+        softcap=1.5, alibi_slopes=slopes, return_softmax_lse=True,
+    )  # fmt: skip
+    assert all(torch.equal(*pair) for pair in zip(found, expected)) and torch.equal(*caches)
+    # Parameters of a model: what autograd does not see it does not refuse either.
+    weights = torch.nn.Parameter(rows[0])
+    found = flash_attn_2_cuda.varlen_fwd(
+        weights, *rows[1:3], into, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None
+    )
+    assert found[0] is into and torch.equal(into, out) and not found[1].requires_grad
+    for name, value in (("leftpad_k", lengths), ("zero_tensors", True)):
+        call = inspect.signature(flash_attn_2_cuda.varlen_fwd).bind(
+            *rows[:3], None, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None
+        )
+        call.arguments[name] = value
+        with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
+            flash_attn_2_cuda.varlen_fwd(*call.args)
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"])

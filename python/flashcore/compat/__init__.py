@@ -12,6 +12,7 @@
 | | ``flash_attn.bert_padding`` | :mod:`flashcore.compat.bert_padding` | |
 | | ``flash_attn.layers.rotary``, ``flash_attn.ops.triton.rotary`` | :mod:`flashcore.compat.rotary` | |
 | | ``flash_attn.utils.distributed`` | :mod:`flashcore.compat.distributed` | |
+| | ``flash_attn_2_cuda`` | :mod:`flashcore.compat.flash_attn_2_cuda` | |
 | ``"flash_attn_interface"`` | ``flash_attn_interface``, ``flash_attn_3.flash_attn_interface`` | :mod:`flashcore.compat.flash_attn_interface` | FlashAttention-3 |
 | ``"flash_attn.cute"`` | ``flash_attn.cute``, ``flash_attn.cute.interface`` | :mod:`flashcore.compat.flash_attn_cute` | FlashAttention-4 |
 | ``"vllm_flash_attn"`` | ``vllm_flash_attn`` and ``vllm.vllm_flash_attn``, with ``.flash_attn_interface`` | :mod:`flashcore.compat.vllm_flash_attn` | vLLM's fork |
@@ -47,6 +48,7 @@ _MODULES: dict[str, dict[str, str | None]] = {
         **{f"flash_attn.{name}": ours for name, ours in _ROTARY.items()},
         "flash_attn.utils": None,
         "flash_attn.utils.distributed": "distributed",
+        "flash_attn_2_cuda": "flash_attn_2_cuda",
     },
     "flash_attn.cute": {
         "flash_attn.cute": "flash_attn_cute",

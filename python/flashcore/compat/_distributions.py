@@ -16,7 +16,7 @@ from typing import Any
 
 # By the module that is installed: the distribution's name, and the imports that it has.
 _NAMES = {
-    "flash_attn": ("flash_attn", "flash_attn"),
+    "flash_attn": ("flash_attn", "flash_attn\nflash_attn_2_cuda"),
     "flash_attn.cute": ("flash-attn-4", "flash_attn"),
     "flash_attn_interface": ("flash_attn_3", "flash_attn_3\nflash_attn_interface"),
     "vllm_flash_attn": ("vllm_flash_attn", "vllm_flash_attn"),
