@@ -71,7 +71,7 @@ def test_modules_say_which_they_are(install):
 
 def test_names_that_libraries_import_beside_functions(install):
     """Each is imported by a library that otherwise does not start, or goes on without FlashAttention."""
-    install("flash_attn", "flash_attn_interface")
+    install("flash_attn", "flash_attn_interface", "flash_attn.cute", "vllm_flash_attn")
     # TransformerEngine, text-generation-inference.
     from flash_attn_2_cuda import varlen_bwd, varlen_fwd
 
@@ -86,6 +86,18 @@ def test_names_that_libraries_import_beside_functions(install):
 
     assert flash_attn_with_kvcache is compat.flash_attn_interface.flash_attn_with_kvcache
     assert _flash_attn_forward.__module__ == _flash_attn_backward.__module__ == "flashcore.compat._passes_third"
+    # TransformerEngine, axolotl: an AssertionError is the answer no.
+    from flash_attn.cute.interface import _validate_head_dims
+
+    _validate_head_dims(192, 128, 9, 8)
+    _validate_head_dims(64, 512, 10, 8)
+    with pytest.raises(AssertionError, match="expected head_dim from 1 to 256"):
+        _validate_head_dims(576, 512, 9, 8)
+    # vLLM, on every start.
+    from vllm.vllm_flash_attn import compile_flash_attn_varlen_func_from_specs
+
+    shapes = {name: (8, 2, 64) for name in ("q_shape", "k_shape", "v_shape")}
+    assert compile_flash_attn_varlen_func_from_specs(**shapes, q_dtype=torch.bfloat16, fa_version=4) is None
 
 
 def test_other_submodules_of_an_installed_library_are_found(tmp_path):
