@@ -386,6 +386,69 @@ def test_the_module_of_rotary_embeddings(interleaved):
     assert not module.state_dict() and module.bfloat16()(qkv.clone(), seqlen_offset=3).isfinite().all()
 
 
+class Unpadded(rotary.RotaryEmbedding):
+    """What ModernBERT and its kin derive: packed rows, by the tables of the module."""
+
+    def forward(self, qkv, cu_seqlens, max_seqlen):
+        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        return Turned.apply(qkv, self._cos_cached, self._sin_cached, cu_seqlens, max_seqlen)
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, *tables):
+        ctx.tables = tables
+        ctx.mark_dirty(qkv)
+        rotary.apply_rotary(qkv[:, :2].view(len(qkv), -1, qkv.shape[-1]), *tables[:2], 0, *tables[2:], inplace=True)
+        return qkv
+
+    @staticmethod
+    def backward(ctx, gradient):
+        qk = gradient[:, :2].view(len(gradient), -1, gradient.shape[-1])
+        rotary.apply_rotary(qk, *ctx.tables[:2], 0, *ctx.tables[2:], inplace=True, conjugate=True)
+        return gradient, *(None,) * 4
+
+
+def test_modules_that_are_derived_from_rotary_embeddings():
+    torch.manual_seed(0)
+    module, starts = Unpadded(dim=8, base=100.0, device="cpu", interleaved=False), torch.tensor([0, 2, 7])
+    starts = starts.to(torch.int32)
+    qkv = torch.randn(7, 3, 2, 8, requires_grad=True)
+    expected = torch.cat([rotary.RotaryEmbedding(8, 100.0)(it[None].clone())[0] for it in qkv.split((2, 5))])
+    found = module(qkv.clone(), starts, 5)
+    assert torch.equal(found, expected)
+    weights = torch.randn(7, 3, 2, 8)
+    # Theirs turns the gradient that it is given.
+    gradients = [torch.autograd.grad(it, qkv, weights.clone())[0] for it in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-6)
+
+    # Tables stay as long as they are long enough, and of the same kind.
+    tables = module._cos_cached
+    assert tables.shape == (5, 4) and module._sin_cached.shape == (5, 4) and module.scale is None
+    module._update_cos_sin_cache(3, torch.device("cpu"), torch.float32)
+    assert module._cos_cached is tables
+    with torch.inference_mode():
+        module._update_cos_sin_cache(6, torch.device("cpu"), torch.float32)
+    assert module._cos_cached.shape == (6, 4)
+    module(qkv.clone(), starts, 5).square().sum().backward()
+    module._update_cos_sin_cache(2, torch.device("cpu"), torch.bfloat16)
+    assert module._cos_cached.dtype == torch.bfloat16
+
+    class Slower(rotary.RotaryEmbedding):
+        def _compute_inv_freq(self, device=None):
+            return super()._compute_inv_freq(device) / 4
+
+    class Still(rotary.RotaryEmbedding):
+        def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+            super()._update_cos_sin_cache(seqlen, device, dtype)
+            self._cos_cached, self._sin_cached = torch.ones_like(self._cos_cached), 0 * self._sin_cached
+
+    x = torch.randn(1, 5, 3, 2, 8)
+    assert torch.equal(Still(8)(x.clone()), x) and not torch.equal(Slower(8)(x.clone()), x)
+    angles = torch.outer(torch.arange(5.0), Slower(8).inv_freq)
+    assert torch.equal(Slower(8)(x.clone())[:, :, 0], rotary.apply_rotary(x[:, :, 0], angles.cos(), angles.sin()))
+
+
 def gather(store, rank, size):
     from flashcore.compat.distributed import all_gather, all_gather_raw, reduce_scatter
 
