@@ -58,15 +58,61 @@ def test_modules_say_which_they_are(install):
         "flash_attn.ops.triton.rotary", "flash_attn.utils.distributed",
     }  # fmt: skip
     assert {name for name in sys.modules if name.partition(".")[0] == "flash_attn"} == packages | plain
-    for name in packages | plain:
+    for name in packages | plain | {"flash_attn_2_cuda"}:
         module = importlib.import_module(name)
         assert module.__name__ == name and importlib.util.find_spec(name) is module.__spec__
         assert module.__package__ == (name if name in packages else name.rpartition(".")[0])
         assert hasattr(module, "__path__") == (name in packages)
-    with pytest.raises(ModuleNotFoundError, match="flash_attn.losses"):
-        importlib.import_module("flash_attn.losses")
     # Our own modules stay what they are.
     assert compat.flash_attn.__name__ == "flashcore.compat.flash_attn" and not hasattr(compat.flash_attn, "__path__")
+
+
+def test_what_is_not_there_is_refused_with_what_to_do(install):
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("a FlashAttention is installed")
+    install()
+    for name in ("flash_attn.losses", "flash_attn.ops.rms_norm"):
+        with pytest.raises(ModuleNotFoundError, match=f"^No module named '{name}': .* install the library") as error:
+            importlib.import_module(name)
+        assert error.value.name == name
+        # Programs also ask, and go on without it.
+        assert importlib.util.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError, match=r"'flash_attn.cute'.*compat.install\("):
+        importlib.import_module("flash_attn.cute")
+    compat.uninstall()
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'flash_attn'$"):
+        importlib.import_module("flash_attn.losses")
+
+
+def test_names_that_libraries_import_beside_functions(install):
+    """Each is imported by a library that otherwise does not start, or goes on without FlashAttention."""
+    install("flash_attn", "flash_attn_interface", "flash_attn.cute", "vllm_flash_attn")
+    # TransformerEngine, text-generation-inference.
+    from flash_attn_2_cuda import varlen_bwd, varlen_fwd
+
+    assert varlen_bwd.__module__ == varlen_fwd.__module__ == "flashcore.compat.flash_attn_2_cuda"
+    # unsloth, which takes another library where it is missing.
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    assert flash_attn_gpu.varlen_fwd is varlen_fwd
+    # Megatron, OLMo; diffusers and ms-swift ask for the package.
+    assert importlib.util.find_spec("flash_attn_3") is not None
+    from flash_attn_3.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
+
+    assert flash_attn_with_kvcache is compat.flash_attn_interface.flash_attn_with_kvcache
+    assert _flash_attn_forward.__module__ == _flash_attn_backward.__module__ == "flashcore.compat._passes_third"
+    # TransformerEngine, axolotl: an AssertionError is the answer no.
+    from flash_attn.cute.interface import _validate_head_dims
+
+    _validate_head_dims(192, 128, 9, 8)
+    _validate_head_dims(64, 512, 10, 8)
+    with pytest.raises(AssertionError, match="expected head_dim from 1 to 256"):
+        _validate_head_dims(576, 512, 9, 8)
+    # vLLM, on every start.
+    from vllm.vllm_flash_attn import compile_flash_attn_varlen_func_from_specs
+
+    shapes = {name: (8, 2, 64) for name in ("q_shape", "k_shape", "v_shape")}
+    assert compile_flash_attn_varlen_func_from_specs(**shapes, q_dtype=torch.bfloat16, fa_version=4) is None
 
 
 def test_other_submodules_of_an_installed_library_are_found(tmp_path):
@@ -338,6 +384,69 @@ def test_the_module_of_rotary_embeddings(interleaved):
     found = module(grouped, seqlen_offset=3, num_heads_q=2)
     assert torch.allclose(found, torch.cat((q, k[:, :, :1], qkv[:, :, 2, :1]), 2), atol=1e-6)
     assert not module.state_dict() and module.bfloat16()(qkv.clone(), seqlen_offset=3).isfinite().all()
+
+
+class Unpadded(rotary.RotaryEmbedding):
+    """What ModernBERT and its kin derive: packed rows, by the tables of the module."""
+
+    def forward(self, qkv, cu_seqlens, max_seqlen):
+        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        return Turned.apply(qkv, self._cos_cached, self._sin_cached, cu_seqlens, max_seqlen)
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, *tables):
+        ctx.tables = tables
+        ctx.mark_dirty(qkv)
+        rotary.apply_rotary(qkv[:, :2].view(len(qkv), -1, qkv.shape[-1]), *tables[:2], 0, *tables[2:], inplace=True)
+        return qkv
+
+    @staticmethod
+    def backward(ctx, gradient):
+        qk = gradient[:, :2].view(len(gradient), -1, gradient.shape[-1])
+        rotary.apply_rotary(qk, *ctx.tables[:2], 0, *ctx.tables[2:], inplace=True, conjugate=True)
+        return gradient, *(None,) * 4
+
+
+def test_modules_that_are_derived_from_rotary_embeddings():
+    torch.manual_seed(0)
+    module, starts = Unpadded(dim=8, base=100.0, device="cpu", interleaved=False), torch.tensor([0, 2, 7])
+    starts = starts.to(torch.int32)
+    qkv = torch.randn(7, 3, 2, 8, requires_grad=True)
+    expected = torch.cat([rotary.RotaryEmbedding(8, 100.0)(it[None].clone())[0] for it in qkv.split((2, 5))])
+    found = module(qkv.clone(), starts, 5)
+    assert torch.equal(found, expected)
+    weights = torch.randn(7, 3, 2, 8)
+    # Theirs turns the gradient that it is given.
+    gradients = [torch.autograd.grad(it, qkv, weights.clone())[0] for it in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-6)
+
+    # Tables stay as long as they are long enough, and of the same kind.
+    tables = module._cos_cached
+    assert tables.shape == (5, 4) and module._sin_cached.shape == (5, 4) and module.scale is None
+    module._update_cos_sin_cache(3, torch.device("cpu"), torch.float32)
+    assert module._cos_cached is tables
+    with torch.inference_mode():
+        module._update_cos_sin_cache(6, torch.device("cpu"), torch.float32)
+    assert module._cos_cached.shape == (6, 4)
+    module(qkv.clone(), starts, 5).square().sum().backward()
+    module._update_cos_sin_cache(2, torch.device("cpu"), torch.bfloat16)
+    assert module._cos_cached.dtype == torch.bfloat16
+
+    class Slower(rotary.RotaryEmbedding):
+        def _compute_inv_freq(self, device=None):
+            return super()._compute_inv_freq(device) / 4
+
+    class Still(rotary.RotaryEmbedding):
+        def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+            super()._update_cos_sin_cache(seqlen, device, dtype)
+            self._cos_cached, self._sin_cached = torch.ones_like(self._cos_cached), 0 * self._sin_cached
+
+    x = torch.randn(1, 5, 3, 2, 8)
+    assert torch.equal(Still(8)(x.clone()), x) and not torch.equal(Slower(8)(x.clone()), x)
+    angles = torch.outer(torch.arange(5.0), Slower(8).inv_freq)
+    assert torch.equal(Slower(8)(x.clone())[:, :, 0], rotary.apply_rotary(x[:, :, 0], angles.cos(), angles.sin()))
 
 
 def gather(store, rank, size):

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import devices
-from flashcore import flash_attn_func, flash_attn_varlen_func
-from flashcore.compat import _passes
+from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashcore.compat import _passes, _passes_third, flash_attn_2_cuda, flash_attn_interface
 from flashcore.compat import flash_attn as module
 
 forward, backward = _passes._flash_attn_forward, _passes._flash_attn_backward
@@ -201,12 +201,9 @@ def test_what_is_not_served_is_refused_by_name():
         forward(q, k, v, 0.5, *rules, False)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
         backward(q, q, k, v, out, lse, None, None, None, 0.5, *rules, False)
-    with pytest.raises(NotImplementedError, match="return_softmax=True is not supported"):
-        forward(q, k, v, 0.0, *rules, True)
     rows, starts = q[0], torch.tensor([0, 5], dtype=torch.int32)
     lists = (starts, starts, 5, 5)
     for name, value in (
-        ("return_softmax", True),
         ("zero_tensors", True),
         ("leftpad_k", starts[:1]),
         ("dropout_p", 0.1),
@@ -217,6 +214,162 @@ def test_what_is_not_served_is_refused_by_name():
             )
     with pytest.raises(NotImplementedError, match="dropout_p=0.5 is not supported"):
         varlen_backward(rows, rows, rows, rows, rows, lse[0], None, None, None, *lists, 0.5, *rules, False)
+
+
+def test_a_probability_that_drops_nothing():
+    """diffusers passes 1e-30, since early versions returned log-sum-exps with dropout only, and in the place of
+    ``return_softmax`` whether it wants them."""
+    q, k, v, dout = torch.randn(4, 1, 5, 2, 16)
+    rules = (0.25, False, -1, -1, 0.0, None)
+    found, expected = ([torch.empty_like(q) for _ in range(3)] for _ in range(2))
+    out, lse, mask, state = forward(q, k, v, 1e-30, *rules, True)
+    assert mask.shape == (0,)
+    backward(dout, q, k, v, out, lse, *found, 1e-30, *rules, False, state)
+    plain, sums, _, _ = forward(q, k, v, 0.0, *rules, False)
+    backward(dout, q, k, v, plain, sums, *expected, 0.0, *rules, False, state)
+    assert torch.equal(out, plain) and torch.equal(lse, sums)
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    # The largest of which nothing is left, and the next that keeps one in so many.
+    forward(q, k, v, 2.0**-26, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=.* is not supported"):
+        forward(q, k, v, 2.0**-24, *rules, False)
+    with pytest.raises(NotImplementedError, match="dropout_p=-1e-30 is not supported"):
+        forward(q, k, v, -1e-30, *rules, False)
+
+
+third_forward, third_backward = _passes_third._flash_attn_forward, _passes_third._flash_attn_backward
+
+
+@pytest.mark.parametrize("causal, window, softcap, slopes", RULES[:4])
+def test_both_passes_of_the_third_version(causal, window, softcap, slopes):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    rules = {"causal": causal, "window_size": window, "softcap": softcap, "softmax_scale": 0.3}
+    sides = {"window_size_left": window[0], "window_size_right": window[1], "softcap": softcap}
+    used = torch.tensor([7, 4], dtype=torch.int32)
+    starts = torch.tensor([0, 7, 14], dtype=torch.int32)
+    # As a batch, as rows of sequences with some that are not used, and padded with the same.
+    for flat, lists in ((False, {}), (True, {"seqused_q": used, "seqused_k": used}), (False, {"seqused_k": used})):
+        given = [it.flatten(0, 1) if flat else it for it in (q, k, v)]
+        lists = {**lists, **({"cu_seqlens_q": starts, "cu_seqlens_k": starts} if flat else {})}
+        # Whoever has lists has the longest length too; for a batch it says nothing.
+        longest = {"max_seqlen_q": 7, "max_seqlen_k": 7}
+        whole = flash_attn_varlen_func if lists else flash_attn_func
+        out, lse, *_ = whole(*given, **lists, **(longest if lists else {}), **rules, return_attn_probs=True)
+        dout = torch.randn_like(out)
+        if flat:
+            dout[11:] = 0
+        expected = torch.autograd.grad(out, (q, k, v), dout)
+        with torch.no_grad():
+            found, sums, *parts = third_forward(*given, **lists, **longest, softmax_scale=0.3, causal=causal, **sides)
+            rows = slice(0, 11) if flat else slice(None)
+            assert torch.equal(found[rows], out[rows]) and torch.equal(sums[..., rows], lse[..., rows])
+            assert [it.numel() for it in parts] == [0, 0]
+            into = [torch.full_like(it, 5.0) for it in given]
+            of = {name.replace("seqused", "sequed"): it for name, it in lists.items()}
+            of |= {"softmax_scale": 0.3, "is_causal": causal, **sides, **longest}
+            sums = third_backward(dout, *given, found, sums, **of, **dict(zip(("dq", "dk", "dv"), into)))
+            near = products(dout, out)
+            assert sums.shape == lse.shape and torch.allclose(sums[..., rows], near[..., rows], atol=1e-5)
+            for gradient, wanted in zip(into, expected):
+                assert torch.allclose(gradient.view_as(wanted), wanted, atol=1e-6)
+
+
+def test_the_third_version_over_caches():
+    """What Megatron and TransformerEngine ask of the forward pass: pages with used keys, and new keys."""
+    torch.manual_seed(0)
+    pages, table = torch.randn(2, 3, 8, 2, 16), torch.tensor([[2], [0]], dtype=torch.int32)
+    lengths, starts = torch.tensor([5, 7], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    q = torch.randn(4, 4, 16)
+    into = torch.empty_like(q)
+    lists = {"cu_seqlens_q": starts, "max_seqlen_q": 3}
+    found, sums, *_ = third_forward(
+        q, *pages, **lists, out_=into, seqused_k=lengths, max_seqlen_k=8, page_table=table, causal=True, num_splits=0
+    )
+    expected = flash_attn_with_kvcache(
+        q, *pages, **lists, cache_seqlens=lengths, page_table=table, causal=True, return_softmax_lse=True
+    )
+    assert found is into and torch.equal(found, expected[0]) and torch.equal(sums, expected[1])
+    q, k, v = torch.randn(2, 1, 4, 16), *torch.randn(2, 2, 1, 2, 16)
+    cos, sin = torch.randn(2, 8, 8)
+    caches = [pages.clone() for _ in range(2)]
+    rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    lengths[1] = 4
+    found, *_ = third_forward(
+        q, *caches[0], k, v, seqused_k=lengths, page_table=table, leftpad_k=lengths // 4, causal=True, **rotary
+    )
+    expected = flash_attn_with_kvcache(
+        q, *caches[1], k, v, cache_seqlens=lengths, page_table=table, cache_leftpad=lengths // 4, causal=True, **rotary
+    )
+    assert torch.equal(found, expected) and torch.equal(*caches) and not torch.equal(caches[0], pages)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_k or seqused_q was given with an argument of caches"):
+        third_forward(q, *pages, k, v, seqused_q=lengths, seqused_k=lengths, page_table=table)
+    with pytest.raises(NotImplementedError, match="qv=.* is not supported"):
+        third_forward(q, *pages, qv=q)
+    with pytest.raises(TypeError, match="q is a <class 'int'>, expected a tensor of PyTorch"):
+        third_forward(3, *pages)
+    with pytest.raises(TypeError, match="sequed_k is a <class 'int'>|seqused_k is a <class 'int'>"):
+        third_backward(q, q, k, v, q, q[..., 0], sequed_k=3)
+
+
+def test_functions_of_the_extension_are_those_of_the_passes():
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 5, 2, 16)
+    slopes = torch.tensor([0.5, 0.25])
+    rules = (0.25, True, 3, 0, 1.5)
+    out, lse, *_ = forward(q, k, v, 0.0, *rules, slopes, False)
+    into = torch.empty_like(q)
+    for given in (None, into):
+        found = flash_attn_2_cuda.fwd(q, k, v, given, slopes, 0.0, *rules, False, None)
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse) and len(found) == 4
+        assert given is None or found[0] is given
+    expected = [torch.empty_like(q) for _ in range(3)]
+    sums = backward(dout, q, k, v, out, lse, *expected, 0.0, *rules, slopes, True)
+    only = torch.empty_like(q)
+    found = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, only, None, None, slopes, 0.0, *rules, True, None, None)
+    assert found[0] is only and all(torch.equal(*pair) for pair in zip(found, (*expected, sums)))
+
+    rows, starts = [it.flatten(0, 1) for it in (q, k, v, dout)], torch.tensor([0, 3, 10], dtype=torch.int32)
+    lists, longest = (starts, starts), (7, 7)
+    out, lse, *_ = varlen_forward(*rows[:3], *lists, *longest, 0.0, *rules, slopes)
+    into = torch.empty_like(rows[0])
+    none = (None,) * 3
+    for count in ((), (4,)):
+        found = flash_attn_2_cuda.varlen_fwd(
+            *rows[:3], into, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None, *count
+        )
+        assert found[0] is into and torch.equal(into, out) and torch.equal(found[1], lse) and len(found) == 4
+    expected = [torch.empty_like(it) for it in rows[:3]]
+    sums = varlen_backward(rows[3], *rows[:3], out, lse, *expected, *lists, *longest, 0.0, *rules, slopes, True)
+    found = flash_attn_2_cuda.varlen_bwd(
+        rows[3], *rows[:3], out, lse, *none, *lists, slopes, *longest, 0.0, 0.25, False, *rules[1:], True, None, None
+    )
+    assert all(torch.equal(*pair) for pair in zip(found, (*expected, sums)))
+
+    lengths = torch.tensor([2, 4], dtype=torch.int32)
+    caches = [torch.stack((k, v)) for _ in range(2)]
+    new = torch.randn(2, 2, 1, 2, 16)
+    found = flash_attn_2_cuda.fwd_kvcache(
+        q[:, :1], *caches[0], *new, lengths, *(None,) * 5, slopes, None, *rules, True, 0
+    )
+    expected = module.flash_attn_with_kvcache(
+        q[:, :1], *caches[1], *new, cache_seqlens=lengths, softmax_scale=0.25, causal=True, window_size=(3, 0),
+        softcap=1.5, alibi_slopes=slopes, return_softmax_lse=True,
+    )  # fmt: skip
+    assert all(torch.equal(*pair) for pair in zip(found, expected)) and torch.equal(*caches)
+    # Parameters of a model: what autograd does not see it does not refuse either.
+    weights = torch.nn.Parameter(rows[0])
+    found = flash_attn_2_cuda.varlen_fwd(
+        weights, *rows[1:3], into, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None
+    )
+    assert found[0] is into and torch.equal(into, out) and not found[1].requires_grad
+    for name, value in (("leftpad_k", lengths), ("zero_tensors", True)):
+        call = inspect.signature(flash_attn_2_cuda.varlen_fwd).bind(
+            *rows[:3], None, *lists, *none, slopes, *longest, 0.0, 0.25, False, *rules[1:], False, None
+        )
+        call.arguments[name] = value
+        with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
+            flash_attn_2_cuda.varlen_fwd(*call.args)
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"])
@@ -259,13 +412,24 @@ def test_lists_that_are_no_tensors_are_refused_by_name():
             )  # fmt: skip
 
 
-def test_arguments_are_those_of_the_library():
+def functions_of_a_checkout(path):
     if "FLASH_ATTENTION" not in os.environ:
         pytest.skip("FLASH_ATTENTION names no checkout")
-    source = (Path(os.environ["FLASH_ATTENTION"]) / "flash_attn/flash_attn_interface.py").read_text()
-    theirs = {it.name: it for it in ast.parse(source).body if isinstance(it, ast.FunctionDef)}
+    source = (Path(os.environ["FLASH_ATTENTION"]) / path).read_text()
+    return {it.name: it for it in ast.parse(source).body if isinstance(it, ast.FunctionDef)}
+
+
+def test_arguments_are_those_of_the_library():
+    theirs = functions_of_a_checkout("flash_attn/flash_attn_interface.py")
     for name in _passes.__all__:
         function = getattr(module, name)
         plain = name.removeprefix("_wrapped")
         assert function is getattr(module, plain) and function.__name__ == plain
         assert list(inspect.signature(function).parameters) == [it.arg for it in theirs[plain].args.args]
+
+
+def test_arguments_of_the_third_version_are_those_of_the_library():
+    theirs = functions_of_a_checkout("hopper/flash_attn_interface.py")
+    for name in _passes_third.__all__:
+        function = getattr(flash_attn_interface, name)
+        assert list(inspect.signature(function).parameters) == [it.arg for it in theirs[name].args.args]

@@ -52,7 +52,7 @@ impl Placement {
     }
 
     /// Places sequence `i` in the first `lengths[i]` positions of the pages in row `i` of the block
-    /// table, of shape (sequences, pages per sequence).
+    /// table, of shape (sequences, pages per sequence). Pages beyond those may be any number.
     pub fn paged(lengths: &Tensor, table: &Tensor) -> Self {
         Placement::from(Rows::Paged { table: table.clone() }).with_lengths(lengths)
     }
@@ -190,8 +190,7 @@ impl Placement {
             Rows::Packed { starts, .. } => serving::Placement::packed(numbers(starts)?),
             Rows::Paged { table } => {
                 let columns = table.dims()[1];
-                let table = numbers(table)?.into_iter().map(|page| page as u32).collect();
-                let pages = Pages::new(tensor.length, columns, table).map_err(wrap)?;
+                let pages = Pages::new(tensor.length, columns, pages(table)?).map_err(wrap)?;
                 serving::Placement::paged(vec![0; count], pages)
             }
         };
@@ -256,6 +255,16 @@ pub(crate) fn check_place(
         return Err(refusal(name, format!("has strides {:?}", tensor.stride()), expected));
     }
     check_location(name, tensor, device, "")
+}
+
+/// Reads a block table that is on the host. Engines fill what a sequence does not use, with -1 for
+/// one: such a page is refused where it is used, since no tensor has so many.
+fn pages(table: &Tensor) -> Result<Vec<u32>> {
+    let table = table.flatten_all()?;
+    if table.dtype() == DType::U32 {
+        return table.to_vec1::<u32>();
+    }
+    Ok(table.to_vec1::<i32>()?.into_iter().map(|page| page as u32).collect())
 }
 
 /// Reads the numbers of a list that is on the host.

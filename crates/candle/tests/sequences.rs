@@ -220,6 +220,26 @@ fn other_integers_and_strides_will_do() -> Result<()> {
     Ok(())
 }
 
+/// Engines fill what a sequence does not use of a block table.
+#[test]
+fn pages_that_are_not_used_may_be_any_number() -> Result<()> {
+    let query = random(DType::F32, &[2, 1, HEADS, DIM])?;
+    let cache = random(DType::F32, &[6, 16, KV_HEADS, DIM])?;
+    let lengths = list(&[20, 5])?;
+    let call = |table: &Tensor| {
+        let sequences = Sequences::paged(&lengths, table);
+        attend_sequences(&query, &cache, &cache, &sequences, &Options::default())
+    };
+    let expected = call(&Tensor::new(&[[3u32, 1, 0], [2, 0, 0]], &Device::Cpu)?)?.output;
+    let filled = call(&Tensor::new(&[[3i32, 1, -1], [2, -1, 9]], &Device::Cpu)?)?.output;
+    assert_eq!(distance(&filled, &expected)?, 0.);
+    assert_eq!(
+        refusal(call(&Tensor::new(&[[3i32, -1, 1], [2, 0, 0]], &Device::Cpu)?)),
+        "sequence 0 is in page 4294967295, and there are 6"
+    );
+    Ok(())
+}
+
 /// The functions of candle-flash-attn against the ones that they stand for.
 #[test]
 fn the_functions_of_candle_flash_attn_mean_what_they_did() -> Result<()> {

@@ -12,7 +12,8 @@
 | | ``flash_attn.bert_padding`` | :mod:`flashcore.compat.bert_padding` | |
 | | ``flash_attn.layers.rotary``, ``flash_attn.ops.triton.rotary`` | :mod:`flashcore.compat.rotary` | |
 | | ``flash_attn.utils.distributed`` | :mod:`flashcore.compat.distributed` | |
-| ``"flash_attn_interface"`` | ``flash_attn_interface`` | :mod:`flashcore.compat.flash_attn_interface` | FlashAttention-3 |
+| | ``flash_attn_2_cuda`` | :mod:`flashcore.compat.flash_attn_2_cuda` | |
+| ``"flash_attn_interface"`` | ``flash_attn_interface``, ``flash_attn_3.flash_attn_interface`` | :mod:`flashcore.compat.flash_attn_interface` | FlashAttention-3 |
 | ``"flash_attn.cute"`` | ``flash_attn.cute``, ``flash_attn.cute.interface`` | :mod:`flashcore.compat.flash_attn_cute` | FlashAttention-4 |
 | ``"vllm_flash_attn"`` | ``vllm_flash_attn`` and ``vllm.vllm_flash_attn``, with ``.flash_attn_interface`` | :mod:`flashcore.compat.vllm_flash_attn` | vLLM's fork |
 | | ``.layers.rotary``, ``.ops.triton.rotary`` of both | :mod:`flashcore.compat.rotary` | |
@@ -29,6 +30,7 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from . import _distributions
 
@@ -47,12 +49,17 @@ _MODULES: dict[str, dict[str, str | None]] = {
         **{f"flash_attn.{name}": ours for name, ours in _ROTARY.items()},
         "flash_attn.utils": None,
         "flash_attn.utils.distributed": "distributed",
+        "flash_attn_2_cuda": "flash_attn_2_cuda",
     },
     "flash_attn.cute": {
         "flash_attn.cute": "flash_attn_cute",
         "flash_attn.cute.interface": "flash_attn_cute",
     },
-    "flash_attn_interface": {"flash_attn_interface": "flash_attn_interface"},
+    "flash_attn_interface": {
+        "flash_attn_interface": "flash_attn_interface",
+        "flash_attn_3": None,
+        "flash_attn_3.flash_attn_interface": "flash_attn_interface",
+    },
     # vLLM's own package has its fork inside.
     "vllm_flash_attn": {
         f"{top}.{name}".rstrip("."): ours
@@ -65,6 +72,25 @@ _MODULES: dict[str, dict[str, str | None]] = {
 _before: dict[str, ModuleType | None] = {}
 _attributes: dict[tuple[str, str], tuple[ModuleType, object]] = {}
 _NOTHING = object()
+
+
+class _Absent:
+    """The last finder: says why there is no other submodule of a replaced package."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        # Only to an import: who asks (`importlib.util.find_spec`) expects None.
+        if name.rpartition(".")[0] in _before and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+            what = "for its other modules install the library itself as well"
+            if name in _MODULES:
+                what = f'flashcore.compat.install("{name}") has this module'
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: FlashCore stands in for the library's attention, rotary embeddings, padding "
+                f"and collectives; {what}",
+                name=name,
+            )
+
+
+_absent = _Absent()
 
 
 def install(*names: str) -> None:
@@ -102,6 +128,8 @@ def install(*names: str) -> None:
             for imported, ours in _MODULES[name].items():
                 _replace(imported, ours)
             _distributions.add(name)
+    if _absent not in sys.meta_path:
+        sys.meta_path.append(_absent)
 
 
 def uninstall() -> None:
@@ -121,6 +149,8 @@ def uninstall() -> None:
             delattr(parent, last)
     _before.clear()
     _attributes.clear()
+    if _absent in sys.meta_path:
+        sys.meta_path.remove(_absent)
     _distributions.clear()
 
 

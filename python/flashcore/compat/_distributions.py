@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, DistributionFinder
 from typing import Any
 
-# By the module that is installed: the distribution's name, and the import that it has.
+# By the module that is installed: the distribution's name, and the imports that it has.
 _NAMES = {
-    "flash_attn": ("flash_attn", "flash_attn"),
+    "flash_attn": ("flash_attn", "flash_attn\nflash_attn_2_cuda"),
     "flash_attn.cute": ("flash-attn-4", "flash_attn"),
-    "flash_attn_interface": ("flash_attn_3", "flash_attn_interface"),
+    "flash_attn_interface": ("flash_attn_3", "flash_attn_3\nflash_attn_interface"),
     "vllm_flash_attn": ("vllm_flash_attn", "vllm_flash_attn"),
 }
 
@@ -27,7 +27,7 @@ installed: dict[str, Distribution] = {}
 
 
 class _Distribution(Distribution):
-    """A distribution without files: a name, a version and the module that is imported."""
+    """A distribution without files: a name, a version and the modules that are imported."""
 
     def __init__(self, name: str, version: str, imported: str) -> None:
         self._texts = {

@@ -41,9 +41,11 @@ def _flash_attn_forward(
     """Computes attention as :func:`flashcore.flash_attn_func` does.
 
     Args:
+        dropout_p: Must be 0.0, or so small that 1 minus it is 1 in float32: callers that want log-sum-exps of early
+            versions pass 1e-30.
         window_size_left, window_size_right: The window; negative for an unbounded side.
-        return_softmax: Must be False.
-        q, k, v, dropout_p, softmax_scale, causal, softcap, alibi_slopes: As in :func:`flashcore.flash_attn_func`.
+        return_softmax: Ignored: there is no mask of what was dropped.
+        q, k, v, softmax_scale, causal, softcap, alibi_slopes: As in :func:`flashcore.flash_attn_func`.
 
     Returns:
         ``(out, softmax_lse, S_dmask, rng_state)``: the output, the log-sum-exps, (batch, heads, queries) in float32, an
@@ -52,13 +54,12 @@ def _flash_attn_forward(
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
     """
-    refuse(return_softmax=return_softmax)
     _check(q=q, k=k, v=v)
     out, lse, _ = flash_attn_func(
         q,
         k,
         v,
-        dropout_p,
+        _dropping(dropout_p),
         softmax_scale,
         causal,
         (window_size_left, window_size_right),
@@ -94,11 +95,11 @@ def _flash_attn_varlen_forward(
     """Computes attention as :func:`flashcore.flash_attn_varlen_func` does.
 
     Args:
-        window_size_left, window_size_right: The window; negative for an unbounded side.
-        return_softmax, zero_tensors: Must be False.
+        dropout_p, window_size_left, window_size_right, return_softmax: As in :func:`_flash_attn_forward`.
+        zero_tensors: Must be False.
         leftpad_k: Must be None.
         num_splits: A hint; ignored.
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, softcap,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, softcap,
             alibi_slopes, block_table, seqused_k: As in :func:`flashcore.flash_attn_varlen_func`.
 
     Returns:
@@ -107,7 +108,7 @@ def _flash_attn_varlen_forward(
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
     """
-    refuse(return_softmax=return_softmax, leftpad_k=leftpad_k, zero_tensors=zero_tensors)
+    refuse(leftpad_k=leftpad_k, zero_tensors=zero_tensors)
     _check(q=q, k=k, v=v)
     out, lse = flash_attn_varlen_func(
         q,
@@ -124,7 +125,7 @@ def _flash_attn_varlen_forward(
         softcap=softcap_above_zero(softcap),
         num_splits=num_splits,
         return_attn_probs=True,
-        dropout_p=dropout_p,
+        dropout_p=_dropping(dropout_p),
         alibi_slopes=alibi_slopes,
         block_table=block_table,
     )
@@ -169,7 +170,7 @@ def _flash_attn_backward(
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_func`.
     """
-    refuse(dropout_p=dropout_p)
+    refuse(dropout_p=_dropping(dropout_p))
     window, softcap = (window_size_left, window_size_right), softcap_above_zero(softcap)
     numbers = (softmax_scale, causal, window, 0, softcap, None, None)
     lists = (*(None,) * 7, alibi_slopes)
@@ -216,7 +217,7 @@ def _flash_attn_varlen_backward(
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`flashcore.flash_attn_varlen_func`.
     """
-    refuse(dropout_p=dropout_p)
+    refuse(dropout_p=_dropping(dropout_p))
     window, softcap = (window_size_left, window_size_right), softcap_above_zero(softcap)
     numbers = (softmax_scale, causal, window, 0, softcap, max_seqlen_q, max_seqlen_k)
     lists = (cu_seqlens_q, cu_seqlens_k, *(None,) * 5, alibi_slopes)
@@ -235,6 +236,11 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 def _without_dropout(q: Any) -> Any:
     """Returns what a forward pass without dropout has in the place of its mask and its random state."""
     return q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _dropping(dropout_p: Any) -> Any:
+    """Returns a probability of dropout, or 0 for one that drops nothing, since 1 minus it is 1 in float32."""
+    return 0.0 if isinstance(dropout_p, float) and 0 <= dropout_p < 2**-25 else dropout_p
 
 
 def _check(**tensors: Any) -> None:
@@ -264,7 +270,8 @@ def _backward(
     _check(**dict(zip(("dout", "out", "softmax_lse", "q", "k", "v"), (*saved, *tensors))))
     *others, slopes = lists
     optional = zip(
-        ("dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"), (*gradients, *others[:2], slopes)
+        ("dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
+        (*gradients, *others[:4], slopes),
     )
     _check(**{name: it for name, it in optional if it is not None})
     lists = (*others, None if slopes is None else widen(slopes))
@@ -275,7 +282,7 @@ def _backward(
     with torch.no_grad():
         if not is_compiling() and _gradients.are_ordinary((dout, out, lse, q, k, v, *gradients, *lists)):
             # Rows that belong to no sequence are not written.
-            ragged = lists[0] is not None
+            ragged = any(it is not None for it in lists[:4])
             into = [torch.empty_like(it) if to is None else to for it, to in zip((q, k, v), gradients)]
             for gradient in into if ragged else ():
                 gradient.zero_()

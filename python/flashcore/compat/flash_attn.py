@@ -14,6 +14,8 @@ from .. import flash_attn_with_kvcache as _with_kvcache
 from ._adapted import adapted, softcap_above_zero
 
 try:
+    # Programs look for the extension under this name to know that it loads.
+    from . import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
     from ._passes import *  # noqa: F403
 except ModuleNotFoundError as error:
     if error.name != "torch":

@@ -186,6 +186,17 @@ def flash_attn_varlen_func(
     return result if with_lse else (result, None)
 
 
+def _validate_head_dims(head_dim: int, head_dim_v: int, compute_capability: int, alignment: int) -> None:
+    """Raises an ``AssertionError`` if a head dim is not served, which libraries ask before they choose this version.
+
+    Args:
+        head_dim, head_dim_v: The head dims of keys and of values.
+        compute_capability, alignment: Ignored: every GPU has the same, and others than multiples of 8 are copied.
+    """
+    if not (0 < head_dim <= 256 and 0 < head_dim_v):
+        raise AssertionError(f"(head_dim, head_dim_v)=({head_dim}, {head_dim_v}), expected head_dim from 1 to 256")
+
+
 def flash_attn_combine(
     out_partial: Any,
     lse_partial: Any,

@@ -10,6 +10,12 @@ from .. import flash_attn_varlen_func as _varlen
 from .. import flash_attn_with_kvcache as _with_kvcache
 from ._adapted import adapted, chunk_or_none, softcap_above_zero
 
+try:
+    from ._passes_third import *  # noqa: F403
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+
 __all__ = [
     "__version__",
     "flash_attn_combine",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._arguments import refuse, whole
+from .._serving import is_compiling
 
 __all__ = [
     "RotaryEmbedding",
@@ -180,10 +181,30 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         refuse(scale_base=scale_base)
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, None
-        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        # Libraries derive classes of their own, and read these and override the methods below.
+        self.register_buffer("scale", None, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Any = None
+        self._sin_cached: Any = None
 
-    def _frequencies(self, device: Any) -> Any:
+    def _compute_inv_freq(self, device: Any = None) -> Any:
         return self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+        """Keeps cosines and sines of at least ``seqlen`` positions in ``_cos_cached`` and ``_sin_cached``."""
+        # What a compiled program keeps, the next run of its graph overwrites: there, tables are made anew.
+        cached = None if is_compiling() else self._cos_cached
+        if cached is not None and seqlen <= self._seq_len_cached and (cached.device, cached.dtype) == (device, dtype):
+            return
+        self._seq_len_cached = seqlen
+        # Autograd refuses what was made in inference mode.
+        with torch.inference_mode(False):
+            positions = torch.arange(seqlen, dtype=torch.float32, device=device)
+            # Angles in 16 bits would be those of other positions.
+            wide = self.inv_freq.dtype == torch.float32
+            angles = torch.outer(positions, self.inv_freq if wide else self._compute_inv_freq(device))
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def forward(
         self,
@@ -212,12 +233,8 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
             if isinstance(seqlen_offset, torch.Tensor):
                 raise ValueError("max_seqlen is None, expected the number of positions with a tensor seqlen_offset")
             max_seqlen = qkv.shape[1] + seqlen_offset
-        positions = torch.arange(max_seqlen, dtype=torch.float32, device=qkv.device)
-        # Angles in 16 bits would be those of other positions.
-        wide = self.inv_freq.dtype == torch.float32
-        frequencies = self.inv_freq if wide else self._frequencies(qkv.device)
-        angles = positions[:, None] * frequencies
-        tables = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
+        self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        tables = self._cos_cached, self._sin_cached
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, *tables, interleaved=self.interleaved, seqlen_offsets=seqlen_offset, num_heads_q=num_heads_q

@@ -142,6 +142,16 @@ def flash_attn_varlen_func(
     )
 
 
+def compile_flash_attn_varlen_func_from_specs(**specs: Any) -> None:
+    """Does nothing: kernels are compiled into a cache on disk by the first call that needs them.
+
+    vLLM calls this for FlashAttention-4 before it serves, and does not start without it.
+
+    Args:
+        specs: The shapes, strides, element type and rules of calls to come; ignored.
+    """
+
+
 def _of_8_bits(factor: Any, tensor: Any) -> Any:
     """Returns the descale factor of a tensor; None if the tensor is wider than 8 bits."""
     return None if getattr(getattr(tensor, "dtype", None), "itemsize", 1) > 1 else factor
