@@ -30,7 +30,6 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 from . import _distributions
 
@@ -74,25 +73,6 @@ _attributes: dict[tuple[str, str], tuple[ModuleType, object]] = {}
 _NOTHING = object()
 
 
-class _Absent:
-    """The last finder: says why there is no other submodule of a replaced package."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        # Only to an import: who asks (`importlib.util.find_spec`) expects None.
-        if name.rpartition(".")[0] in _before and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
-            what = "for its other modules install the library itself as well"
-            if name in _MODULES:
-                what = f'flashcore.compat.install("{name}") has this module'
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: FlashCore stands in for the library's attention, rotary embeddings, padding "
-                f"and collectives; {what}",
-                name=name,
-            )
-
-
-_absent = _Absent()
-
-
 def install(*names: str) -> None:
     """Replaces FlashAttention's modules by FlashCore's for all imports from now on.
 
@@ -128,8 +108,6 @@ def install(*names: str) -> None:
             for imported, ours in _MODULES[name].items():
                 _replace(imported, ours)
             _distributions.add(name)
-    if _absent not in sys.meta_path:
-        sys.meta_path.append(_absent)
 
 
 def uninstall() -> None:
@@ -149,8 +127,6 @@ def uninstall() -> None:
             delattr(parent, last)
     _before.clear()
     _attributes.clear()
-    if _absent in sys.meta_path:
-        sys.meta_path.remove(_absent)
     _distributions.clear()
 
 
