@@ -102,6 +102,12 @@ fn build(
     Ok(k.finish()?)
 }
 
+/// Returns a builder for thread blocks of so many threads, so many of which are on a multiprocessor at
+/// a time.
+fn resident_blocks(name: String, target: Target, threads: u32, blocks: u32) -> Builder {
+    Builder::new(name, target, threads).blocks_per_multiprocessor(blocks)
+}
+
 /// Returns what is said of the first fault that a configuration has.
 fn first_fault<const N: usize>(faults: [(bool, &'static str); N]) -> Option<&'static str> {
     faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)

@@ -23,7 +23,7 @@ use crate::attention::sequences::{Span, clamp, entry_of, inclusive_sum};
 use crate::attention::visibility::Visibility;
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{List, Number, Tensor, Workspace};
-use crate::{Error, build};
+use crate::{Error, build, resident_blocks};
 
 /// The configuration of the sequencer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -109,7 +109,7 @@ impl Sequencer {
             }
             _ => None,
         };
-        let builder = |name| Builder::new(name, self.target, CHUNK).blocks_per_multiprocessor(1);
+        let builder = |name| resident_blocks(name, self.target, CHUNK, 1);
         build(self.name(), fault, builder, |k| write(k, self.tiles))
     }
 }

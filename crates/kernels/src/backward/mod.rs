@@ -100,7 +100,7 @@ use ptx::{
 use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
-use crate::{Error, build, first_fault, is_16_bit};
+use crate::{Error, build, first_fault, is_16_bit, resident_blocks};
 use clear_and_round::ClearAndRound;
 use consumer::Consumer;
 use lists::PublishedSteps;
@@ -395,10 +395,7 @@ impl Backward {
     /// the workspace. The grid has one thread block for each record that the schedule has room for
     /// and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        let builder = |name| {
-            let threads = 128 * (WARPGROUPS + 1);
-            Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1)
-        };
+        let builder = |name| resident_blocks(name, Target::SM_90A, 128 * (WARPGROUPS + 1), 1);
         build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 

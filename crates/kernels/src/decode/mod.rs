@@ -64,7 +64,7 @@ use crate::cache::{Cache, Scales};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
-use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit};
+use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit, resident_blocks};
 use copies::Copies;
 use fixed::Fixed;
 use look_up::{RUN, tiles_of_entries};
@@ -362,9 +362,7 @@ impl Decode {
     /// | `ScaleLog2`, or the factors of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
-        let builder = |name| {
-            Builder::new(name, self.target, self.threads()).blocks_per_multiprocessor(self.blocks)
-        };
+        let builder = |name| resident_blocks(name, self.target, self.threads(), self.blocks);
         build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 

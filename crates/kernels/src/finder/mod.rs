@@ -29,7 +29,7 @@ use crate::attention::visibility::{Blocks, RowTile, Visibility};
 use crate::attention::{MaskKind, Score};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Workspace};
-use crate::{Error, build, first_fault};
+use crate::{Error, build, first_fault, resident_blocks};
 
 /// The configuration of the finder kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,9 +111,7 @@ impl BlockFinder {
             "tiles without queries, or blocks without keys or with more than 256",
         )]);
         // When asked for fewer blocks, the assembler limits itself to 48 registers and spills.
-        let builder = |name| {
-            Builder::new(name, self.target, BlockFinder::THREADS).blocks_per_multiprocessor(4)
-        };
+        let builder = |name| resident_blocks(name, self.target, BlockFinder::THREADS, 4);
         build(self.name(), fault, builder, |k| self.write(k))
     }
 

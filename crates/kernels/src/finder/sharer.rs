@@ -19,7 +19,7 @@ use crate::forward::TileLists;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::{Number, Workspace};
 use crate::sequencer::Words;
-use crate::{Error, build};
+use crate::{Error, build, resident_blocks};
 
 /// The configuration of the sharer kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,7 +103,7 @@ impl TileSharer {
     /// key blocks; the address of the lists of tiles; tiles per head, query heads, and the numbers
     /// of [`SharerProblem`].
     pub fn program(&self) -> Result<Program, Error> {
-        let builder = |name| Builder::new(name, self.target, THREADS).blocks_per_multiprocessor(1);
+        let builder = |name| resident_blocks(name, self.target, THREADS, 1);
         build(self.name(), None, builder, write)
     }
 }

@@ -68,7 +68,7 @@ use crate::attention::{MaskKind, Rules};
 use crate::dependent_launch::wait_for_earlier_grids;
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
-use crate::{Error, build, first_fault, is_16_bit};
+use crate::{Error, build, first_fault, is_16_bit, resident_blocks};
 use consumer::Consumers;
 use epilogue::Results;
 pub(crate) use partials::PARTIAL_STEP;
@@ -400,10 +400,7 @@ impl Forward {
         fault: Option<&str>,
         write: impl FnOnce(&mut Builder),
     ) -> Result<Program, Error> {
-        let builder = |name| {
-            let threads = 128 * (self.warpgroups + 1);
-            Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1)
-        };
+        let builder = |name| resident_blocks(name, Target::SM_90A, 128 * (self.warpgroups + 1), 1);
         build(name, fault, builder, write)
     }
 

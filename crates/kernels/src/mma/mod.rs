@@ -40,7 +40,7 @@ use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, Ti
 
 use crate::attention::{Batch, Rules};
 use crate::product::Source;
-use crate::{Error, build, is_16_bit};
+use crate::{Error, build, is_16_bit, resident_blocks};
 use copies::{Blocks, KeyBlocks};
 use ragged::Ragged;
 use rule::RuleParameters;
@@ -238,10 +238,7 @@ impl Mma {
     /// | `Key batch stride`, `Value batch stride` | from page to page, with a page table |
     /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with a page table; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
-        let builder = |name| {
-            Builder::new(name, self.target, self.threads())
-                .blocks_per_multiprocessor(self.residents)
-        };
+        let builder = |name| resident_blocks(name, self.target, self.threads(), self.residents);
         build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 

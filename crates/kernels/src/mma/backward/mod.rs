@@ -50,7 +50,7 @@ use ptx::{
 use crate::attention::{Batch, Rules};
 use crate::backward::BackwardPass;
 use crate::backward::tile_scheduler::TileScheduler;
-use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit};
+use crate::{Error, build, first_fault, fits_shared_memory, is_16_bit, resident_blocks};
 use tensors::Tensors;
 use weights::WeightRule;
 
@@ -296,10 +296,7 @@ impl BackwardMma {
     /// block of each key head and sequence or, over ragged batches, for each record that the
     /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
-        let builder = |name| {
-            Builder::new(name, self.target, self.threads())
-                .blocks_per_multiprocessor(self.residents)
-        };
+        let builder = |name| resident_blocks(name, self.target, self.threads(), self.residents);
         build(self.name(), self.fault(), builder, |k| self.write(k))
     }
 
