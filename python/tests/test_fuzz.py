@@ -29,6 +29,9 @@ from test_serving_numpy import paged, reference, starts
 
 try:
     import torch
+
+    # PyTorch's compiler: an operation on `meta` imports it, which takes seconds that are not a call's of ours.
+    import torch._dynamo
 except ModuleNotFoundError:
     torch = None
 try:
